@@ -1,0 +1,5 @@
+"""The floor of the house: what at least two rooms need, and nothing that needs a network or a tensor library.
+
+Read in this order: `ids` (what things are called), `kv_layout` (how KV bytes lie in a pool and on the wire),
+`fingerprint` (what two nodes must agree on), `config`, `errors`, `log`, `metrics`.
+"""
