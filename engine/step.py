@@ -1,0 +1,95 @@
+"""One step's plan and result: all that crosses from the scheduler to the runner and back.
+
+Flat numpy arrays; the scheduler fills them on the engine thread, the runner reads them without a choice of its own.
+A plan is launched before the previous step's tokens are known to the host, so a row may take its input token from the
+previous step's samples (`feedback`).
+
+Must not know: requests' texts, torch, sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Sampling of the S rows that draw a token in this step, one array a parameter, shape [S] unless said."""
+
+    temperature: Float32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    seed: UInt64
+    choice_index: Int32
+    position: Int64
+    """Absolute position of the token that is drawn."""
+    logprobs: Int32
+    """-1: none wanted; 0: of the chosen token; n: of the n best as well."""
+    banned: tuple[tuple[int, int], ...] = ()
+    """(row, token id) pairs that may not be drawn: stop tokens before min_tokens is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A batch of R sequences with T tokens in all; row r owns tokens query_start[r] : query_start[r + 1]."""
+
+    number: int
+    token_ids: Int64
+    """[T]; ignored where `feedback` is not negative."""
+    feedback: Int32
+    """[T]; index into the previous launched plan's sampled tokens, or -1."""
+    positions: Int64
+    """[T] absolute position of each token."""
+    slot_mapping: Int64
+    """[T] where its K and V go: block id * block_size + offset."""
+    query_start: Int32
+    """[R + 1]."""
+    context_lengths: Int32
+    """[R] positions that row r attends to, this step's own included."""
+    block_tables: Int32
+    """[R, max blocks] block ids in order of position, padded with 0."""
+    sample_tokens: Int32
+    """[S] indices into the T tokens whose logits are wanted, in row order."""
+    sampling: SamplingRows
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def rows(self) -> int:
+        return len(self.context_lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the host learns of one step. `top_*` have shape [S, n] with n the largest wanted count, or are None."""
+
+    token_ids: Int64
+    logprobs: Float32 | None = None
+    top_token_ids: Int64 | None = None
+    top_logprobs: Float32 | None = None
+
+
+class LaunchedStep(Protocol):
+    def result(self) -> StepResult:
+        """Wait for this step's tokens. Steps finish in the order of their launches."""
+
+
+class Runner(Protocol):
+    """Owns weights and the KV pool's memory."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start the step behind all launched before; returns without waiting for its tokens."""
+
+    def close(self) -> None: ...
