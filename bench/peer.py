@@ -1,0 +1,195 @@
+"""Decant beside vLLM's CPU build, alternating runs on one machine: `python -m bench.peer --peer-venv DIR --model DIR`.
+
+Two comparisons, same fp32 model, same prompts, greedy, prefix cache off, one compute thread a process, never at once:
+
+- `one`: a Decant router and one decode node alone, against one vLLM server;
+- `pd`:  router, prefill node and decode node, against vllm-router with a NixlConnector pair; prefill on core 0, decode on core 1.
+
+Prints a table and writes every run as JSON. Ratios are Decant over peer: of tokens/s larger is better, of times smaller is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.processes import System, system
+from bench.streams import Figures, run_streams
+
+STREAMS = (1, 4, 16)
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "UCX_TLS": "tcp,self,sm",
+}
+DECANT_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self,sm"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_vllm_server(peer: System, venv: Path, model: Path, name: str, core: str, extra: list[str]) -> str:
+    """Start one vLLM server whose compute thread is bound to `core`; returns its base URL."""
+    port = free_port()
+    command = [str(venv / "bin/vllm"), "serve", str(model), "--served-model-name", "m", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16"]
+    command += ["--enforce-eager", "--no-enable-prefix-caching", *extra]
+    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_CPU_OMP_THREADS_BIND": core}
+    peer.start(name, command, "0,1", VLLM_ENVIRONMENT | side_channel)
+    return f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def vllm_one(venv: Path, model: Path, logs: Path) -> Iterator[str]:
+    with system(logs) as peer:
+        url = start_vllm_server(peer, venv, model, "vllm", "0", [])
+        peer.await_answer(f"{url}/health", 300)
+        yield url
+
+
+@contextmanager
+def vllm_pd(venv: Path, model: Path, logs: Path) -> Iterator[str]:
+    def role(kv_role: str) -> list[str]:
+        connector = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
+        return ["--kv-transfer-config", json.dumps(connector | {"kv_load_failure_policy": "fail"})]
+
+    with system(logs) as peer:
+        prefill = start_vllm_server(peer, venv, model, "vllm-prefill", "0", role("kv_producer"))
+        decode = start_vllm_server(peer, venv, model, "vllm-decode", "1", role("kv_consumer"))
+        for url in (prefill, decode):
+            peer.await_answer(f"{url}/health", 300)
+        port = free_port()
+        command = [str(venv / "bin/vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        command += ["--prefill", prefill, "--decode", decode, "--host", "127.0.0.1", "--port", str(port)]
+        peer.start("vllm-router", command, "0,1", VLLM_ENVIRONMENT)
+        peer.await_answer(f"http://127.0.0.1:{port}/v1/models", 60)
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def decant(model: Path, logs: Path, prefill_core: str | None, decode_core: str) -> Iterator[str]:
+    """Router and decode node, and a prefill node when it is given a core."""
+    key = logs / "master.key"
+    http_port, grpc_port = free_port(), free_port()
+    with system(logs) as ours:
+        key.touch(0o600)
+        key.write_text(_fresh_key())
+        base = [sys.executable, "-m", "decant"]
+        shared = ["--model", str(model), "--served-model-name", "m", "--key-file", str(key)]
+        router = [*base, "router", *shared, "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+        ours.start("router", router, "0,1", DECANT_ENVIRONMENT)
+
+        def start_node(role: str, core: str) -> None:
+            ports = ["--control-port", str(free_port()), "--data-port", str(free_port())]
+            ports += ["--http-port", str(free_port()), "--registry", f"grpc://127.0.0.1:{grpc_port}"]
+            limits = ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16"]
+            command = [*base, role, *shared, *ports, *limits, "--no-enable-prefix-caching"]
+            ours.start(role, command, core, DECANT_ENVIRONMENT)
+
+        if prefill_core is not None:
+            start_node("prefill", prefill_core)
+        start_node("decode", decode_core)
+        ours.await_answer(f"http://127.0.0.1:{http_port}/health", 120)
+        yield f"http://127.0.0.1:{http_port}"
+
+
+def _fresh_key() -> str:
+    import base64
+    import secrets
+
+    return base64.b64encode(secrets.token_bytes(32)).decode() + "\n"
+
+
+def make_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
+    """Distinct prompts of random ids well inside the vocabulary: no prefix is shared."""
+    draw = random.Random(seed)
+    return [[draw.randrange(1000, 40000) for _ in range(tokens)] for _ in range(count)]
+
+
+def measure(url: str, streams: int, arguments: argparse.Namespace, seed: int) -> Figures:
+    warm_up = make_prompts(streams, 32, seed + 1)
+    asyncio.run(run_streams(url, "m", warm_up, streams, 4))
+    prompts = make_prompts(max(4, 2 * streams), arguments.prompt_tokens, seed)
+    return asyncio.run(run_streams(url, "m", prompts, streams, arguments.output_tokens))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-venv", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--comparison", choices=("one", "pd"), action="append")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, default=96)
+    parser.add_argument("--output-tokens", type=int, default=48)
+    parser.add_argument("--output", type=Path, default=Path("build/bench-peer"))
+    arguments = parser.parse_args()
+    venv, model, output = arguments.peer_venv, arguments.model, arguments.output
+    starters: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+        "one": (lambda logs: decant(model, logs, None, "0,1"), lambda logs: vllm_one(venv, model, logs)),
+        "pd": (lambda logs: decant(model, logs, "0", "1"), lambda logs: vllm_pd(venv, model, logs)),
+    }
+    runs: list[dict[str, object]] = []
+    for comparison in arguments.comparison or ("one", "pd"):
+        for round_number in range(arguments.rounds):
+            for who, starter in zip(("decant", "vllm"), starters[comparison], strict=True):
+                logs = output / f"{comparison}-{who}-{round_number}"
+                with starter(logs) as url:  # type: ignore[attr-defined]
+                    for streams in STREAMS:
+                        figures = measure(url, streams, arguments, seed=1000 * round_number + streams)
+                        runs.append({"comparison": comparison, "system": who, "round": round_number, **asdict(figures)})
+                        sys.stderr.write(json.dumps(runs[-1]) + "\n")
+    machine = f"{platform.machine()}, {_cpu_model()}"
+    (output / "runs.json").write_text(
+        json.dumps({"machine": machine, "when": time.strftime("%F"), "runs": runs}, indent=1)
+    )
+    sys.stdout.write(table(runs) + f"\n\nmachine: {machine}\n")
+
+
+def table(runs: list[dict[str, object]]) -> str:
+    """Medians over the rounds and their ratios, as a Markdown table."""
+    columns = ("output_tokens_per_s", "ttft_p50_s", "itl_p50_s")
+    lines = ["| comparison | streams | " + " | ".join(f"{c} decant / vllm = ratio" for c in columns) + " |"]
+    lines.append("|---|---|" + "---|" * len(columns))
+    for comparison, streams in sorted({(str(run["comparison"]), int(str(run["streams"]))) for run in runs}):
+        cells = []
+        for column in columns:
+            ours, peers = (
+                statistics.median(
+                    float(str(run[column]))
+                    for run in runs
+                    if (run["comparison"], run["streams"], run["system"]) == (comparison, streams, who)
+                )
+                for who in ("decant", "vllm")
+            )
+            cells.append(f"{ours:.3f} / {peers:.3f} = {ours / peers:.2f}")
+        lines.append(f"| {comparison} | {streams} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()
