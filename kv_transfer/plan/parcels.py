@@ -1,0 +1,158 @@
+"""How a transfer is cut into parcels, and whether the parcels that arrived make it whole.
+
+The cut is a pure function of the wanted positions, both layouts and the slot size, so neither side ever has to send it: the
+i-th credit of a transfer carries its i-th parcel. Parcels are in token-major order, so that what early chunks have computed
+can leave while later ones are computed. No parcel straddles a shard or a layer group of either side; a replicated head
+travels once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import lcm
+from typing import NamedTuple
+
+from foundation.kv_layout import KvLayout
+from kv_transfer.plan.shards import head_cuts, layer_cuts
+
+Range = tuple[int, int]
+
+
+class ParcelName(NamedTuple):
+    """Positions x layers x heads, each [first, end). On the wire its bytes are [layer, 2 (K, V), position, head, dim]."""
+
+    first_position: int
+    end_position: int
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+
+    @property
+    def positions(self) -> int:
+        return self.end_position - self.first_position
+
+    @property
+    def volume(self) -> int:
+        """Number of (position, layer, head) triples."""
+        return self.positions * (self.end_layer - self.first_layer) * (self.end_head - self.first_head)
+
+    def wire_bytes(self, layout: KvLayout) -> int:
+        """Payload bytes; the same for both layouts of a pair, which agree on dtype and head_dim."""
+        return 2 * self.volume * layout.head_bytes
+
+
+def cut_parcels(
+    from_position: int, end_position: int, source: KvLayout, target: KvLayout, slot_bytes: int
+) -> tuple[ParcelName, ...]:
+    """Parcels of at most `slot_bytes` that partition [from_position, end_position) x all layers x all heads.
+
+    Raises ValueError, naming the field, when the layouts cannot pair or not even one head of one layer at one position fits.
+    """
+    if mismatch := layout_mismatch(source, target):
+        raise ValueError(mismatch)
+    if not 0 <= from_position <= end_position:
+        raise ValueError(f"positions [{from_position}, {end_position}) are no range")
+    layer_runs, head_runs, stride, unit = _cell_grid(source, target, slot_bytes)
+    return tuple(
+        ParcelName(*positions, *layers, *heads)
+        for positions in _position_ranges(from_position, end_position, stride, unit)
+        for layers in layer_runs
+        for heads in head_runs
+    )
+
+
+def layout_mismatch(source: KvLayout, target: KvLayout) -> str | None:
+    """The first field that must agree for bytes to mean the same on both sides, and does not."""
+    for field in ("layers", "kv_heads", "head_dim", "dtype"):
+        ours, theirs = getattr(source, field), getattr(target, field)
+        if ours != theirs:
+            return f"{field}: {ours!r} here, {theirs!r} there"
+    return None
+
+
+def _cell_grid(
+    source: KvLayout, target: KvLayout, slot_bytes: int
+) -> tuple[tuple[Range, ...], tuple[Range, ...], int, int]:
+    """Layer runs, head runs, positions for each parcel, and the multiple at which position ranges end.
+
+    Whole blocks of both sides come first: layers, then heads are cut finer before a block is.
+    """
+    layer_runs = tuple(pairwise(sorted(layer_cuts(source) | layer_cuts(target))))
+    head_runs = tuple(pairwise(sorted(head_cuts(source) | head_cuts(target))))
+    unit_bytes = 2 * source.head_bytes
+    if unit_bytes > slot_bytes:
+        raise ValueError(f"slot_bytes is {slot_bytes}; one head's K and V at one position take {unit_bytes}")
+    units = sorted(
+        {lcm(source.block_size, target.block_size), max(source.block_size, target.block_size), 1}, reverse=True
+    )
+    triples = slot_bytes // unit_bytes
+    unit = next(unit for unit in units if unit <= triples)
+    widest_heads = max(end - first for first, end in head_runs)
+    layer_limit = triples // (unit * widest_heads)
+    if layer_limit == 0:
+        layer_limit, head_runs = 1, _finer(head_runs, triples // unit)
+        widest_heads = max(end - first for first, end in head_runs)
+    layer_runs = _finer(layer_runs, layer_limit)
+    widest_layers = max(end - first for first, end in layer_runs)
+    stride = triples // (widest_layers * widest_heads) // unit * unit
+    return layer_runs, head_runs, stride, unit
+
+
+def _finer(runs: tuple[Range, ...], limit: int) -> tuple[Range, ...]:
+    """Each run cut into as few, as equal parts of at most `limit` as possible."""
+    return tuple(part for run in runs for part in _equal_parts(run, limit))
+
+
+def _equal_parts(run: Range, limit: int) -> Iterable[Range]:
+    first, end = run
+    count = -(-(end - first) // limit)
+    return pairwise(first + (end - first) * part // count for part in range(count + 1))
+
+
+def _position_ranges(from_position: int, end_position: int, stride: int, unit: int) -> Iterable[Range]:
+    first = from_position
+    while first < end_position:
+        end = min((first + stride) // unit * unit, end_position)
+        yield first, end
+        first = end
+
+
+def partition_error(parcels: Iterable[ParcelName], wanted: ParcelName) -> str | None:
+    """None when the parcels cover `wanted` exactly; else `outside`, `overlap` or `hole`, with the parcel or place."""
+    boxes = sorted(parcels)
+    for box in boxes:
+        inside = all(
+            low <= first < end <= high for (low, high), (first, end) in zip(_sides(wanted), _sides(box), strict=True)
+        )
+        if not inside:
+            return f"outside: {box}"
+    return _tiling_error([_sides(box) for box in boxes], _sides(wanted))
+
+
+def _sides(box: ParcelName) -> tuple[Range, ...]:
+    return (box[0:2], box[2:4], box[4:6])
+
+
+def _tiling_error(boxes: Sequence[tuple[Range, ...]], wanted: tuple[Range, ...]) -> str | None:
+    """Between two neighbouring cuts of the first axis, the boxes there must tile the remaining axes."""
+    if not wanted:
+        return None if len(boxes) == 1 else ("overlap" if boxes else "hole")
+    (low, high), *rest = wanted
+    cuts = sorted({low, high, *(edge for box in boxes for edge in box[0])})
+    active: list[tuple[Range, ...]] = []
+    pending = sorted(boxes, reverse=True)
+    for first, _ in pairwise(cuts):
+        active = [box for box in active if box[0][1] > first]
+        while pending and pending[-1][0][0] <= first:
+            active.append(pending.pop())
+        if error := _tiling_error([box[1:] for box in active], tuple(rest)):
+            return error if ":" in error else f"{error}: at position, layer or head {first}"
+    return None
+
+
+def verified_prefix(plan: Sequence[ParcelName], verified: Iterable[int], end_position: int) -> int:
+    """End of the unbroken run of positions whose every parcel of `plan` (given by index) has been verified."""
+    done = frozenset(verified)
+    return min((parcel.first_position for index, parcel in enumerate(plan) if index not in done), default=end_position)
