@@ -383,6 +383,7 @@ class NodeStatus(_message.Message):
     BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    HAS_WORK_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     draining: _builtins.bool
     running: _builtins.int
@@ -395,6 +396,8 @@ class NodeStatus(_message.Message):
     """cached blocks that nobody uses count as free"""
     epoch: _builtins.int
     """prefill nodes: ticket epoch"""
+    has_work: _builtins.bool
+    """the engine has something to compute: then engine_steps must advance"""
     @_builtins.property
     def not_ready_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -410,10 +413,11 @@ class NodeStatus(_message.Message):
         blocks_total: _builtins.int = ...,
         blocks_free: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        has_work: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "draining", b"draining", "engine_steps", b"engine_steps", "epoch", b"epoch", "not_ready_reasons", b"not_ready_reasons", "queued_tokens", b"queued_tokens", "ready", b"ready", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "draining", b"draining", "engine_steps", b"engine_steps", "epoch", b"epoch", "has_work", b"has_work", "not_ready_reasons", b"not_ready_reasons", "queued_tokens", b"queued_tokens", "ready", b"ready", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
