@@ -1,0 +1,105 @@
+"""Whether a node may be given work, judged from what its stream says and since when. Pure; time is an argument.
+
+    CONNECTING --hello--> READY --silent for half the limit--> SUSPECT --silent for the limit--> LOST
+         ^                  ^-------------anything heard----------+                                |
+         +--------------------------------------- dial again -------------------------------------+
+
+Slow is not dead: a node that speaks but whose engine has work and takes no step for longer than its own step limit is *stalled*,
+which is as good as lost for its requests. A heartbeat alone proves nothing.
+
+Must not know: sockets, requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class LinkState(Enum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A node's own account of itself (decant.v1.NodeStatus)."""
+
+    ready: bool = False
+    not_ready_reasons: tuple[str, ...] = ()
+    draining: bool = False
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    engine_steps: int = 0
+    has_work: bool = False
+    blocks_total: int = 0
+    blocks_free: int = 0
+    epoch: int = 0
+
+
+@dataclass(slots=True)
+class NodeHealth:
+    silence_limit_s: float
+    step_limit_s: float = 0.0
+    """How long one step of the node's engine may take, as it says in its hello."""
+    state: LinkState = LinkState.CONNECTING
+    status: Status | None = None
+    heard_s: float = 0.0
+    progress_s: float = 0.0
+    """When the engine was last seen to take a step, or to have no work."""
+
+    def connected(self, now_s: float, step_limit_s: float) -> None:
+        self.state = LinkState.READY
+        self.step_limit_s = step_limit_s
+        self.status = None
+        self.heard_s = self.progress_s = now_s
+
+    def heard(self, now_s: float) -> None:
+        self.heard_s = now_s
+        if self.state is LinkState.SUSPECT:
+            self.state = LinkState.READY
+
+    def reported(self, status: Status, now_s: float) -> None:
+        self.heard(now_s)
+        before = self.status
+        if before is None or not status.has_work or not before.has_work or status.engine_steps != before.engine_steps:
+            self.progress_s = now_s
+        self.status = status
+
+    def tick(self, now_s: float) -> None:
+        """Call at least every quarter of the silence limit."""
+        silent_s = now_s - self.heard_s
+        if self.state in (LinkState.READY, LinkState.SUSPECT):
+            if silent_s >= self.silence_limit_s:
+                self.state = LinkState.LOST
+            elif silent_s >= self.silence_limit_s / 2:
+                self.state = LinkState.SUSPECT
+
+    def broken(self) -> None:
+        """The stream has ended."""
+        self.state = LinkState.LOST
+
+    def dialling(self) -> None:
+        self.state = LinkState.CONNECTING
+
+    def stalled(self, now_s: float) -> bool:
+        """Its engine has work and has taken no step for longer than one step and a silence may last."""
+        working = self.status is not None and self.status.has_work
+        return working and now_s - self.progress_s >= self.silence_limit_s + self.step_limit_s
+
+    def refusal(self, now_s: float) -> str | None:
+        """Why no new work goes there now, by name; None when it may."""
+        if self.state is not LinkState.READY:
+            return f"node_{self.state.value}"
+        if self.status is None:
+            return "node_silent"
+        if self.status.draining:
+            return "node_draining"
+        if not self.status.ready:
+            return "node_not_ready"
+        if self.stalled(now_s):
+            return "node_stalled"
+        return None

@@ -1,0 +1,163 @@
+"""Which decode node answers a request, and which prefill nodes it may ask for the prompt's KV. Pure.
+
+The cost of a node is counted in tokens that it would compute before ours: what is queued there, plus what of our prompt it
+does not hold, plus a price for each sequence that shares its steps (after the KV router of NVIDIA Dynamo: prefill blocks to
+compute plus blocks that are active). What a node holds is guessed from what this router has sent it: a bounded memory of
+prompt prefixes. A wrong guess costs time, never correctness.
+
+Must not know: sockets, clocks, protobuf, tickets.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from foundation.ids import Incarnation, NodeId
+from foundation.registry_entry import Role
+
+PREFIX_CHUNK_TOKENS = 64
+SEQUENCE_PRICE_TOKENS = 64
+"""One more sequence in a node's batch weighs as much as this many prompt tokens to compute."""
+MOST_PREFILL_CHOICES = 3
+
+
+class NodeKey(NamedTuple):
+    """One life of a node: after a restart it holds nothing."""
+
+    node: NodeId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node as placement sees it."""
+
+    key: NodeKey
+    role: Role
+    refusal: str | None
+    """Why it takes no work now; None when it does."""
+    compatible_with: str
+    """Nodes can pair if and only if this agrees (their fingerprints in one word)."""
+    context_limit: int
+    sequences: int
+    queued_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`prefill` in the order in which the decode node may ask them; when it is empty `local_reason` says why."""
+
+    decode: NodeKey
+    prefill: tuple[NodeKey, ...]
+    local_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlacement:
+    reason: str
+
+
+def prefix_chain(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """One number for each whole chunk of the prompt, which depends on that chunk and all before it."""
+    chain, link = [], 0
+    for start in range(0, len(token_ids) - PREFIX_CHUNK_TOKENS + 1, PREFIX_CHUNK_TOKENS):
+        link = hash((link, *token_ids[start : start + PREFIX_CHUNK_TOKENS]))
+        chain.append(link)
+    return tuple(chain)
+
+
+class PrefixMemory:
+    """Which nodes recently served which prompt prefix; the least recently used are forgotten."""
+
+    def __init__(self, most_prefixes: int = 65_536, most_nodes: int = 8) -> None:
+        self._most_prefixes = most_prefixes
+        self._most_nodes = most_nodes
+        self._nodes: OrderedDict[int, OrderedDict[NodeKey, None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def remember(self, chain: Sequence[int], node: NodeKey) -> None:
+        # From the end, so that the beginning of a prompt, which others share, is forgotten last.
+        for link in reversed(chain):
+            nodes = self._nodes.setdefault(link, OrderedDict())
+            self._nodes.move_to_end(link)
+            nodes[node] = None
+            nodes.move_to_end(node)
+            if len(nodes) > self._most_nodes:
+                nodes.popitem(last=False)
+        while len(self._nodes) > self._most_prefixes:
+            self._nodes.popitem(last=False)
+
+    def held_tokens(self, chain: Sequence[int], node: NodeKey) -> int:
+        """Tokens of the prompt that the node has probably cached."""
+        held = 0
+        for link in chain:
+            nodes = self._nodes.get(link)
+            if nodes is None or node not in nodes:
+                break
+            held += PREFIX_CHUNK_TOKENS
+        return held
+
+
+def place(
+    prompt_tokens: int,
+    answer_tokens: int,
+    chain: Sequence[int],
+    candidates: Iterable[Candidate],
+    memory: PrefixMemory,
+    avoid: frozenset[NodeId] = frozenset(),
+    disaggregate: bool = True,
+) -> Placement | NoPlacement:
+    """Cheapest decode node, and the cheapest prefill nodes that can pair with it.
+
+    `prompt_tokens` counts settled tokens too. Nodes in `avoid` lost this request before: they are taken only if there is no other.
+    """
+
+    def cost(candidate: Candidate) -> tuple[int, str]:
+        missing = prompt_tokens - memory.held_tokens(chain, candidate.key)
+        price = missing + candidate.queued_tokens + SEQUENCE_PRICE_TOKENS * candidate.sequences
+        return price, candidate.key.node
+
+    candidates = list(candidates)
+    decoders = [candidate for candidate in candidates if candidate.role is Role.DECODE]
+    usable = [candidate for candidate in decoders if candidate.refusal is None]
+    if not usable:
+        return NoPlacement(_common_refusal(decoders, "no_decode_node"))
+    fitting = [candidate for candidate in usable if candidate.context_limit >= prompt_tokens + min(answer_tokens, 1)]
+    if not fitting:
+        return NoPlacement("context_too_short")
+    fresh = [candidate for candidate in fitting if candidate.key.node not in avoid]
+    decode = min(fresh or fitting, key=cost)
+    prefill, reason = _prefill_choices(decode, candidates, disaggregate)
+    ranked = sorted(prefill, key=cost)[:MOST_PREFILL_CHOICES]
+    return Placement(decode.key, tuple(candidate.key for candidate in ranked), reason)
+
+
+def _prefill_choices(
+    decode: Candidate, candidates: Sequence[Candidate], disaggregate: bool
+) -> tuple[list[Candidate], str]:
+    if not disaggregate:
+        return [], "disaggregation_off"
+    known = [candidate for candidate in candidates if candidate.role is Role.PREFILL]
+    if not known:
+        return [], "no_prefill_node"
+    paired = [candidate for candidate in known if candidate.compatible_with == decode.compatible_with]
+    usable = [candidate for candidate in paired if candidate.refusal is None]
+    if usable:
+        return usable, ""
+    connected = [candidate for candidate in known if candidate.compatible_with]
+    if not paired and connected:
+        return [], "prefill_incompatible"
+    return [], "prefill_" + _common_refusal(known, "node_unknown").removeprefix("node_")
+
+
+def _common_refusal(candidates: Sequence[Candidate], none: str) -> str:
+    """The reason when all have the same, else that none is ready."""
+    refusals = {candidate.refusal for candidate in candidates if candidate.refusal is not None}
+    if not candidates:
+        return none
+    return refusals.pop() if len(refusals) == 1 else "node_not_ready"
