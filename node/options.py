@@ -1,0 +1,153 @@
+"""Options of a prefill and of a decode node; names are vLLM's where it has them.
+
+An instance is checked and frozen (see `foundation.config`). Both roles share `NodeOptions`; each adds what only it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from foundation.config import Options, derived, option
+from foundation.errors import ConfigurationError
+from foundation.registry_entry import Role
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+HIGHEST_PORT = 65535
+WILDCARD_HOSTS = ("0.0.0.0", "::")
+FIRST_NODE_PORT = 7100
+PORTS_A_NODE = 10
+
+
+@dataclass(frozen=True)
+class NodeOptions(Options):
+    role: ClassVar[Role]
+
+    # The model.
+    model: str = option(help="Hugging Face model folder, or hub id")
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+    served_model_name: str | None = option(None, "the id that clients use (default: the folder's name)")
+    load_format: str = option("auto", "dummy: random weights from config.json and --seed", choices=("auto", "dummy"))
+    dtype: str = option(
+        "auto",
+        "type of weights and KV; auto: what config.json says",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt + answer in tokens (default: what config.json says)", minimum=2, sized=True
+    )
+    seed: int = option(0, "seed of --load-format dummy", minimum=0, maximum=2**63 - 1)
+
+    # The engine.
+    block_size: int = option(16, "tokens in a KV block", minimum=1, maximum=1024)
+    max_num_seqs: int = option(64, "most sequences in one step", minimum=1, maximum=4096)
+    max_num_batched_tokens: int = option(
+        2048,
+        "most tokens in one step; warm-up lowers it to what a quarter of the silence limit allows",
+        minimum=1,
+        sized=True,
+    )
+    enable_prefix_caching: bool = option(True, "keep KV of finished requests and find it again by its tokens")
+    kv_cache_memory_bytes: int = option(GIB, "memory of the KV pool", minimum=MIB, sized=True)
+    num_gpu_blocks_override: int | None = option(
+        None, "exactly so many KV blocks, whatever --kv-cache-memory-bytes says (on a CPU as well)", minimum=2
+    )
+
+    # The transfer.
+    staging_bytes: int = option(
+        256 * MIB, "memory for slots in which KV arrives or leaves", minimum=64 * KIB, sized=True
+    )
+    slot_bytes: int = option(4 * MIB, "size of one slot, the most that one parcel holds", minimum=4 * KIB, sized=True)
+    silence_limit_s: float = option(
+        2.0, "a peer that makes no progress for so long is given up", minimum=0.1, maximum=600
+    )
+    heartbeat_s: float = option(0.5, "time between two heartbeats", minimum=0.01, maximum=60)
+    lease_s: float = option(30.0, "how long a prefill node keeps a computed prefix unasked", minimum=1, maximum=3600)
+    drain_grace_s: float = option(60.0, "after SIGTERM: time for work in flight to end", minimum=0, maximum=3600)
+
+    # The service.
+    node_index: int = option(0, "counts the nodes of one machine; sets the default ports", minimum=0, maximum=5000)
+    node_id: str = derived(
+        lambda options: f"{options.role.value}-{options.node_index}",
+        "role and node index",
+        "this node's name, which survives restarts",
+    )
+    host: str = option("127.0.0.1", "address to listen on")
+    control_port: int = derived(
+        lambda options: FIRST_NODE_PORT + PORTS_A_NODE * options.node_index,
+        "7100 + 10 x node index",
+        "gRPC port",
+        minimum=1,
+        maximum=HIGHEST_PORT,
+    )
+    data_port: int = derived(
+        lambda options: FIRST_NODE_PORT + PORTS_A_NODE * options.node_index + 1,
+        "7101 + 10 x node index",
+        "UCX port",
+        minimum=1,
+        maximum=HIGHEST_PORT,
+    )
+    http_port: int = derived(
+        lambda options: FIRST_NODE_PORT + PORTS_A_NODE * options.node_index + 2,
+        "7102 + 10 x node index",
+        "port of /live, /health and /metrics",
+        minimum=1,
+        maximum=HIGHEST_PORT,
+    )
+    advertise_address: str = derived(
+        lambda options: _advertised(options.host),
+        "--host",
+        "address under which other machines reach this node",
+    )
+    registry: str = option("127.0.0.1:9000", "redis://... or host:port of a router's gRPC server, which embeds one")
+    key_file: str = option(help="file with this node's key, or with the master keys")
+    log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("auto", "auto: console on a terminal, else json", choices=("auto", "json", "console"))
+
+    def check(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                "--max-num-batched-tokens",
+                f"is {self.max_num_batched_tokens}, less than --max-num-seqs ({self.max_num_seqs}): a step could not hold them",
+            )
+        if self.staging_bytes < 2 * self.slot_bytes:
+            raise ConfigurationError(
+                "--staging-bytes",
+                f"must hold at least two slots of --slot-bytes ({2 * self.slot_bytes} bytes), not {self.staging_bytes}",
+            )
+        if self.heartbeat_s > self.silence_limit_s / 2:
+            raise ConfigurationError(
+                "--heartbeat-s",
+                f"must be at most half of --silence-limit-s ({self.silence_limit_s}), not {self.heartbeat_s}",
+            )
+        ports = {"--control-port": self.control_port, "--data-port": self.data_port, "--http-port": self.http_port}
+        if len(set(ports.values())) < len(ports):
+            raise ConfigurationError(" / ".join(ports), f"must differ, not {tuple(ports.values())}")
+
+    @property
+    def control_address(self) -> str:
+        """host:port of the gRPC server as other machines dial it."""
+        return f"{self.advertise_address}:{self.control_port}"
+
+
+def _advertised(host: str) -> str:
+    if host in WILDCARD_HOSTS:
+        raise ConfigurationError(
+            "--advertise-address", f"is required when --host is {host}: others cannot dial a wildcard address"
+        )
+    return host
+
+
+@dataclass(frozen=True)
+class PrefillOptions(NodeOptions):
+    role = Role.PREFILL
+
+
+@dataclass(frozen=True)
+class DecodeOptions(NodeOptions):
+    role = Role.DECODE
+
+    staging_bytes: int = option(512 * MIB, "memory for slots in which KV arrives", minimum=64 * KIB, sized=True)
+    quarantine_arenas: int = option(
+        2, "most arenas of lost peers that wait for proof that nothing can write into them", minimum=1, maximum=64
+    )

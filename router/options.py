@@ -1,0 +1,53 @@
+"""Options of a router; names are vLLM's where it has them. An instance is checked and frozen (see `foundation.config`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foundation.config import Options, option
+from foundation.errors import ConfigurationError
+
+MIB = 2**20
+HIGHEST_PORT = 65535
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class RouterOptions(Options):
+    # The model.
+    model: str = option(help="Hugging Face folder, or hub id, whose tokenizer and chat template are used")
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+    served_model_name: str | None = option(None, "the id that clients use (default: the folder's name)")
+    max_model_len: int | None = option(
+        None, "longest prompt + answer in tokens (default: what config.json says)", minimum=2, sized=True
+    )
+
+    # The service.
+    host: str = option("127.0.0.1", "address to listen on")
+    http_port: int = option(
+        8000, "port of the OpenAI API, /live, /health and /metrics", minimum=1, maximum=HIGHEST_PORT
+    )
+    grpc_port: int = option(9000, "port of the gRPC API and of the embedded registry", minimum=1, maximum=HIGHEST_PORT)
+    registry: str = option(EMBEDDED, "embedded, or redis://...")
+    key_file: str = option(help="file with the master keys that sign tickets")
+    max_body_bytes: int = option(4 * MIB, "largest request body", minimum=1024, sized=True)
+    max_waiting_requests: int = option(
+        1024, "requests that may wait for a node; more are refused with 503", minimum=1, maximum=1_000_000
+    )
+    request_timeout_s: float = option(600.0, "time a request may take in all", minimum=0.1, maximum=86400)
+    silence_limit_s: float = option(2.0, "a node that says nothing for so long is given up", minimum=0.1, maximum=600)
+    heartbeat_s: float = option(0.5, "time between two heartbeats", minimum=0.01, maximum=60)
+    drain_grace_s: float = option(60.0, "after SIGTERM: time for requests in flight to end", minimum=0, maximum=3600)
+    log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("auto", "auto: console on a terminal, else json", choices=("auto", "json", "console"))
+
+    def check(self) -> None:
+        if self.http_port == self.grpc_port:
+            raise ConfigurationError("--grpc-port", f"must differ from --http-port ({self.http_port})")
+        if self.registry != EMBEDDED and not self.registry.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigurationError("--registry", f"must be embedded or redis://host:port, not {self.registry!r}")
+        if self.heartbeat_s > self.silence_limit_s / 2:
+            raise ConfigurationError(
+                "--heartbeat-s",
+                f"must be at most half of --silence-limit-s ({self.silence_limit_s}), not {self.heartbeat_s}",
+            )
