@@ -304,6 +304,7 @@ class RequestOutput(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
     PROMPT_ACCOUNT_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
@@ -312,13 +313,15 @@ class RequestOutput(_message.Message):
     """with FAILED: a named reason"""
     retryable: _builtins.bool
     """with FAILED: another node might do it"""
+    retry_after_ms: _builtins.int
+    """with a refusal (overloaded, draining)"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Token]:
         """in order of position"""
 
     @_builtins.property
     def prompt_account(self) -> Global___PromptAccount:
-        """with the first token"""
+        """once: with the first token that this node computed"""
 
     def __init__(
         self,
@@ -330,10 +333,11 @@ class RequestOutput(_message.Message):
         failure: _builtins.str = ...,
         retryable: _builtins.bool = ...,
         prompt_account: Global___PromptAccount | None = ...,
+        retry_after_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_account", b"prompt_account"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "finish_reason", b"finish_reason", "prompt_account", b"prompt_account", "request_id", b"request_id", "retryable", b"retryable", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "finish_reason", b"finish_reason", "prompt_account", b"prompt_account", "request_id", b"request_id", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
