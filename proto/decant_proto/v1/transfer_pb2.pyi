@@ -341,6 +341,8 @@ Global___WrongIncarnation: _TypeAlias = WrongIncarnation  # noqa: Y015
 
 @_typing.final
 class SessionClosed(_message.Message):
+    """From D: this session is over, close your endpoint. From P: it is closed and the device is synchronised."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
@@ -558,11 +560,14 @@ class Credits(_message.Message):
     FIRST_PARCEL_FIELD_NUMBER: _builtins.int
     CREDITS_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
     from_position: _builtins.int
     first_parcel: _builtins.int
     """the i-th credit of this message carries parcel first_parcel + i"""
     nonce: _builtins.int
     """session nonce: upper part of the tags"""
+    slot_bytes: _builtins.int
+    """largest payload of a parcel: with from_position it fixes the cut"""
     @_builtins.property
     def transfer(self) -> Global___TransferId: ...
     @_builtins.property
@@ -575,10 +580,11 @@ class Credits(_message.Message):
         first_parcel: _builtins.int = ...,
         credits: _abc.Iterable[Global___Credit] | None = ...,
         nonce: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "first_parcel", b"first_parcel", "from_position", b"from_position", "nonce", b"nonce", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "first_parcel", b"first_parcel", "from_position", b"from_position", "nonce", b"nonce", "slot_bytes", b"slot_bytes", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -591,7 +597,9 @@ class FirstToken(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     DECLINED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     declined: _builtins.bool
+    position: _builtins.int
     @_builtins.property
     def transfer(self) -> Global___TransferId: ...
     @_builtins.property
@@ -604,10 +612,11 @@ class FirstToken(_message.Message):
         transfer: Global___TransferId | None = ...,
         declined: _builtins.bool = ...,
         tokens: _abc.Iterable[_types_pb2.Token] | None = ...,
+        position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "tokens", b"tokens", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "position", b"position", "tokens", b"tokens", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
