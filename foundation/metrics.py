@@ -1,0 +1,192 @@
+"""Every metric that Decant exports, prefix `decant_`, one object for each process.
+
+`main` makes one `RouterMetrics` or `NodeMetrics`, hands it down, and serves `exposition()` under /metrics. Every label value
+exists from the start, so that a rate over a failure that never happened reads 0 and not "no data". A reason that is not
+declared here is counted as `other`: labels never grow with what a peer or a client sends.
+
+Must not know: who counts, and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+disable_created_metrics()  # they double every counter's lines and nothing reads them
+
+OTHER = "other"
+
+FINISH_REASONS = ("stop", "length", "cancelled", "failed")
+KV_BLOCK_STATES = ("free", "cached", "in_use")
+STAGING_SLOT_STATES = ("free", "posted", "landed", "scattering", "sending", "quarantined")
+SCHEDULER_SKIP_REASONS = ("no_blocks", "no_token_budget", "max_num_seqs", "awaiting_kv", "preempted")
+LOCAL_PREFILL_REASONS = (
+    "no_prefill_node",
+    "cached",
+    "short_prompt",
+    "refused",
+    "peer_lost",
+    "deadline",
+    "transfer_failed",
+)
+TRANSFER_FAILURE_REASONS = (
+    "bad_digest",
+    "bad_length",
+    "bad_manifest",
+    "superseded",
+    "lease",
+    "refused",
+    "peer_lost",
+    "gone",
+    "no_progress",
+    "deadline",
+    "unavailable",
+    "cancelled",
+    "prefill_failed",
+    "fingerprint",
+    "lane",
+)
+DROPPED_REASONS = ("stale_attempt", "stale_position", "unknown_transfer", "wrong_incarnation", "duplicate")
+
+LATENCY_BUCKETS_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
+)
+TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
+STEP_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class CounterByReason:
+    """A counter with one label whose values are all known from the start."""
+
+    def __init__(self, name: str, help: str, reasons: Iterable[str], registry: CollectorRegistry) -> None:
+        counter = Counter(name, help, ["reason"], registry=registry)
+        self._children = {reason: counter.labels(reason) for reason in (*reasons, OTHER)}
+
+    def count(self, reason: str, amount: float = 1) -> None:
+        self._children.get(reason, self._children[OTHER]).inc(amount)
+
+
+class GaugeByState:
+    """A gauge with one label whose values are all known from the start."""
+
+    def __init__(self, name: str, help: str, states: Iterable[str], registry: CollectorRegistry) -> None:
+        gauge = Gauge(name, help, ["state"], registry=registry)
+        self._children = {state: gauge.labels(state) for state in states}
+
+    def set(self, **amounts: float) -> None:
+        """Raises KeyError for a state that was not declared."""
+        for state, amount in amounts.items():
+            self._children[state].set(amount)
+
+
+class ServingMetrics:
+    """What router and nodes both measure, each from where it stands."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(namespace="", registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self.time_to_first_token_seconds = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival here to its first token", LATENCY_BUCKETS_S
+        )
+        self.inter_token_latency_seconds = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of one answer", LATENCY_BUCKETS_S
+        )
+        self.e2e_request_latency_seconds = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival here to its end", LATENCY_BUCKETS_S
+        )
+        self.request_success_total = self._by_reason(
+            "request_success_total", "Requests that ended, by finish reason", FINISH_REASONS
+        )
+        self.requests_running = self._gauge("requests_running", "Requests being computed or streamed")
+        self.requests_waiting = self._gauge("requests_waiting", "Requests waiting for their turn")
+        self.prompt_tokens_total = self._counter("prompt_tokens_total", "Prompt tokens of requests taken in")
+        self.generation_tokens_total = self._counter("generation_tokens_total", "Tokens generated")
+        self.dropped_total = self._by_reason(
+            "dropped_total", "Late, repeated or foreign messages that changed nothing", DROPPED_REASONS
+        )
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"decant_{name}", help, buckets=tuple(buckets), registry=self.registry)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(f"decant_{name}", help, registry=self.registry)
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return Gauge(f"decant_{name}", help, registry=self.registry)
+
+    def _by_reason(self, name: str, help: str, reasons: Iterable[str]) -> CounterByReason:
+        return CounterByReason(f"decant_{name}", help, reasons, self.registry)
+
+    def _by_state(self, name: str, help: str, states: Iterable[str]) -> GaugeByState:
+        return GaugeByState(f"decant_{name}", help, states, self.registry)
+
+
+class RouterMetrics(ServingMetrics):
+    """A router's metrics: requests as clients see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests_refused_total = self._by_reason(
+            "requests_refused_total",
+            "Requests refused before they started",
+            ("invalid", "overloaded", "no_node", "draining"),
+        )
+        self.request_attempts_total = self._by_reason(
+            "request_attempts_total", "Assignments to decode nodes, by why", ("first", "node_lost", "node_refused")
+        )
+        self.nodes = self._by_state("nodes", "Nodes that this router is attached to, by role", ("prefill", "decode"))
+
+
+class NodeMetrics(ServingMetrics):
+    """A node's metrics: engine, KV blocks and transfers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_tokens = self._histogram("step_tokens", "Tokens computed in one engine step", STEP_TOKEN_BUCKETS)
+        self.scheduler_skips_total = self._by_reason(
+            "scheduler_skips_total", "Times that a request was passed over in a step", SCHEDULER_SKIP_REASONS
+        )
+        self.prefix_cached_tokens_total = self._counter(
+            "prefix_cached_tokens_total", "Prompt tokens whose KV was found in this node's prefix cache"
+        )
+        self.kv_transfer_bytes_total = self._counter(
+            "kv_transfer_bytes_total", "KV payload bytes that crossed the data plane, at this end"
+        )
+        self.kv_transfer_seconds = self._histogram(
+            "kv_transfer_seconds", "From a transfer's first Ask to its end", TRANSFER_BUCKETS_S
+        )
+        self.kv_transfer_failures_total = self._by_reason(
+            "kv_transfer_failures_total", "Transfers that ended without all their KV", TRANSFER_FAILURE_REASONS
+        )
+        self.kv_recomputed_tokens_total = self._counter(
+            "kv_recomputed_tokens_total", "Prompt tokens computed here because a transfer did not bring their KV"
+        )
+        self.local_prefill_total = self._by_reason(
+            "local_prefill_total",
+            "Prompts computed on the decode node instead of a prefill node",
+            LOCAL_PREFILL_REASONS,
+        )
+        self.kv_blocks = self._by_state("kv_blocks", "KV blocks", KV_BLOCK_STATES)
+        self.staging_slots = self._by_state("staging_slots", "Slots of staging memory", STAGING_SLOT_STATES)
+        self.kv_lane_gigabytes_per_second = Gauge(
+            "decant_kv_lane_gigabytes_per_second",
+            "Speed of the lane to a peer, measured when it was paired",
+            ["peer", "lane"],
+            registry=self.registry,
+        )
