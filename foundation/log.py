@@ -52,7 +52,10 @@ def configure(
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     rendering: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=target.isatty())]
+        [
+            # Plain: the richer form shows local variables, prompts and keys among them.
+            structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback)
+        ]
         if as_text
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
@@ -60,7 +63,6 @@ def configure(
         processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(least),
         logger_factory=structlog.PrintLoggerFactory(file=target),
-        cache_logger_on_first_use=True,
     )
     _adopt_standard_logging(target, max(least, logging.WARNING), [*shared], rendering)
 
