@@ -26,6 +26,7 @@ from pathlib import Path
 
 from bench.processes import System, system
 from bench.streams import Figures, run_streams
+from foundation.keys import draw_master_keys, write_key_file
 
 STREAMS = (1, 4, 16)
 VLLM_ENVIRONMENT = {
@@ -90,8 +91,8 @@ def decant(model: Path, logs: Path, prefill_core: str | None, decode_core: str) 
     key = logs / "master.key"
     http_port, grpc_port = free_port(), free_port()
     with system(logs) as ours:
-        key.touch(0o600)
-        key.write_text(_fresh_key())
+        key.unlink(missing_ok=True)
+        write_key_file(key, draw_master_keys())
         base = [sys.executable, "-m", "decant"]
         shared = ["--model", str(model), "--served-model-name", "m", "--key-file", str(key)]
         router = [*base, "router", *shared, "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
@@ -99,7 +100,7 @@ def decant(model: Path, logs: Path, prefill_core: str | None, decode_core: str) 
 
         def start_node(role: str, core: str) -> None:
             ports = ["--control-port", str(free_port()), "--data-port", str(free_port())]
-            ports += ["--http-port", str(free_port()), "--registry", f"grpc://127.0.0.1:{grpc_port}"]
+            ports += ["--http-port", str(free_port()), "--registry", f"127.0.0.1:{grpc_port}"]
             limits = ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16"]
             command = [*base, role, *shared, *ports, *limits, "--no-enable-prefix-caching"]
             ours.start(role, command, core, DECANT_ENVIRONMENT)
@@ -109,13 +110,6 @@ def decant(model: Path, logs: Path, prefill_core: str | None, decode_core: str) 
         start_node("decode", decode_core)
         ours.await_answer(f"http://127.0.0.1:{http_port}/health", 120)
         yield f"http://127.0.0.1:{http_port}"
-
-
-def _fresh_key() -> str:
-    import base64
-    import secrets
-
-    return base64.b64encode(secrets.token_bytes(32)).decode() + "\n"
 
 
 def make_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:

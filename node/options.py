@@ -5,6 +5,7 @@ An instance is checked and frozen (see `foundation.config`). Both roles share `N
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from foundation.registry_entry import Role
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 HIGHEST_PORT = 65535
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 FIRST_NODE_PORT = 7100
 PORTS_A_NODE = 10
@@ -119,6 +121,10 @@ class NodeOptions(Options):
             raise ConfigurationError(
                 "--heartbeat-s",
                 f"must be at most half of --silence-limit-s ({self.silence_limit_s}), not {self.heartbeat_s}",
+            )
+        if not self.registry.startswith(REDIS_SCHEMES) and not re.fullmatch(r"[^/]+:\d{1,5}", self.registry):
+            raise ConfigurationError(
+                "--registry", f"must be redis://host:port or host:port of a router's gRPC server, not {self.registry!r}"
             )
         ports = {"--control-port": self.control_port, "--data-port": self.data_port, "--http-port": self.http_port}
         if len(set(ports.values())) < len(ports):

@@ -10,6 +10,7 @@ from foundation.errors import ConfigurationError
 MIB = 2**20
 HIGHEST_PORT = 65535
 EMBEDDED = "embedded"
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class RouterOptions(Options):
     def check(self) -> None:
         if self.http_port == self.grpc_port:
             raise ConfigurationError("--grpc-port", f"must differ from --http-port ({self.http_port})")
-        if self.registry != EMBEDDED and not self.registry.startswith(("redis://", "rediss://", "unix://")):
+        if self.registry != EMBEDDED and not self.registry.startswith(REDIS_SCHEMES):
             raise ConfigurationError("--registry", f"must be embedded or redis://host:port, not {self.registry!r}")
         if self.heartbeat_s > self.silence_limit_s / 2:
             raise ConfigurationError(
