@@ -1,0 +1,107 @@
+"""Tells the registry that this node exists, again and again; a registry that is gone stops nothing.
+
+Two registries hold the same entries: Redis (`redis://...`), and the one embedded in a router (`host:port` of its gRPC server).
+
+Must not know: roles, what routers do with an entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import grpc
+import structlog
+from decant_proto.v1 import registry_pb2, registry_pb2_grpc
+
+from foundation.registry_entry import ANNOUNCE_EVERY_S, LEASE_S, NodeEntry
+from foundation.registry_redis import RedisRegistry, RegistryUnavailable
+from node.wire import entry_to_wire
+
+ANSWER_WITHIN_S = 2.0
+
+log = structlog.get_logger(__name__)
+
+
+class Registry(Protocol):
+    """Both calls raise RegistryUnavailable when the registry does not answer in time."""
+
+    async def announce(self, entry: NodeEntry, lease_s: float) -> None: ...
+
+    async def withdraw(self, entry: NodeEntry) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class _Redis:
+    def __init__(self, url: str) -> None:
+        self._client = RedisRegistry(url, ANSWER_WITHIN_S)
+
+    async def announce(self, entry: NodeEntry, lease_s: float) -> None:
+        await self._client.announce(entry, lease_s)
+
+    async def withdraw(self, entry: NodeEntry) -> None:
+        await self._client.withdraw(entry.node_id, entry.incarnation)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class _Embedded:
+    def __init__(self, address: str) -> None:
+        options = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 2_000))
+        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._stub = registry_pb2_grpc.RegistryStub(self._channel)
+
+    async def announce(self, entry: NodeEntry, lease_s: float) -> None:
+        request = registry_pb2.AnnounceRequest(entry=entry_to_wire(entry), lease_ms=round(lease_s * 1000))
+        try:
+            await self._stub.Announce(request, timeout=ANSWER_WITHIN_S)
+        except grpc.aio.AioRpcError as error:
+            raise RegistryUnavailable(error.details()) from error
+
+    async def withdraw(self, entry: NodeEntry) -> None:
+        request = registry_pb2.WithdrawRequest(node_id=entry.node_id, incarnation=entry.incarnation)
+        try:
+            await self._stub.Withdraw(request, timeout=ANSWER_WITHIN_S)
+        except grpc.aio.AioRpcError as error:
+            raise RegistryUnavailable(error.details()) from error
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def open_registry(address: str) -> Registry:
+    """ValueError when `address` is no Redis URL and no host:port."""
+    return _Redis(address) if "://" in address else _Embedded(address)
+
+
+class Announcer:
+    def __init__(self, registry: Registry, entry: NodeEntry) -> None:
+        self._registry = registry
+        self._entry = entry
+        self._announced = False
+
+    async def run(self) -> None:
+        """Runs until cancelled. Losing and finding the registry are logged once each."""
+        while True:
+            try:
+                await self._registry.announce(self._entry, LEASE_S)
+            except RegistryUnavailable as error:
+                if self._announced:
+                    log.warning("registry_lost", problem=str(error))
+                self._announced = False
+            else:
+                if not self._announced:
+                    log.info("announced", control_address=self._entry.control_address)
+                self._announced = True
+            await asyncio.sleep(ANNOUNCE_EVERY_S)
+
+    async def withdraw(self) -> None:
+        try:
+            await self._registry.withdraw(self._entry)
+        except RegistryUnavailable as error:
+            log.warning("registry_lost", problem=str(error))
+
+    async def close(self) -> None:
+        await self._registry.close()

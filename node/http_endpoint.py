@@ -1,0 +1,54 @@
+"""A node's HTTP side, for people and probes: /live, /health, /metrics. No request of a client comes here.
+
+Must not know: roles, the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from foundation.errors import ConfigurationError
+from node.health import Health
+
+
+class HttpEndpoint:
+    """`exposition` gives the metrics in Prometheus' text format and its content type."""
+
+    def __init__(self, health: Health, exposition: Callable[[], tuple[bytes, str]]) -> None:
+        self._health = health
+        self._exposition = exposition
+        application = web.Application()
+        application.router.add_get("/live", self._live)
+        application.router.add_get("/health", self._ready)
+        application.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(application, access_log=None)
+
+    async def start(self, host: str, port: int) -> int:
+        """The port it listens on (drawn when `port` is 0). Raises ConfigurationError naming the setting."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigurationError("--http-port", f"cannot listen on {host}:{port}: {error.strerror}") from error
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "live"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        problems = self._health.problems()
+        body = {
+            "status": "not_ready" if problems else "ready",
+            "reasons": [{"reason": problem.name, "since_s": round(problem.since_s, 3)} for problem in problems],
+        }
+        return web.json_response(body, status=503 if problems else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self._exposition()
+        return web.Response(body=body, headers={"Content-Type": content_type})

@@ -1,0 +1,182 @@
+"""The Node service: one long-lived stream for each router, over which a node hears requests and tells tokens and load.
+
+A router's attachment is its stream: requests that came over it are cancelled when it ends, or when nothing was heard on it
+for the lease that the router named (a router that is cut off cannot say goodbye). A router that attaches again sends what
+it still wants as a higher attempt. Several routers may be attached at once; none hears of another's requests.
+
+Must not know: what a role does with a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+import structlog
+from decant_proto.v1 import node_pb2, node_pb2_grpc
+
+HELLO_WITHIN_S = 5.0
+SHORTEST_LEASE_S = 0.1
+LONGEST_LEASE_S = 600.0
+OUTBOX_LIMIT = 4096
+"""Messages that may wait for one slow router; beyond it the router is detached, which cancels its requests."""
+MOST_ROUTERS = 64
+STATUS_AT_MOST_EVERY_S = 0.05
+
+log = structlog.get_logger(__name__)
+
+
+class Attachment:
+    """One router's stream, as the role sees it: where answers to its requests go."""
+
+    def __init__(self, router_id: str, lease_s: float) -> None:
+        self.router_id = router_id
+        self.lease_s = lease_s
+        self.open = True
+        self._outbox: asyncio.Queue[node_pb2.NodeMessage | None] = asyncio.Queue(OUTBOX_LIMIT)
+        self.end_reason = ""
+
+    def send(self, message: node_pb2.NodeMessage) -> None:
+        """Never waits; a router that does not read its stream is detached when the outbox is full."""
+        if not self.open:
+            return
+        if self._outbox.qsize() >= OUTBOX_LIMIT - 1:
+            self.close("outbox_full")
+            return
+        self._outbox.put_nowait(message)
+
+    def close(self, reason: str) -> None:
+        if self.open:
+            self.open = False
+            self.end_reason = reason
+            self._outbox.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[node_pb2.NodeMessage]:
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
+
+class RequestHandler(Protocol):
+    """What a role does with a router's messages. Called on the asyncio thread; must not wait."""
+
+    def submit(self, attachment: Attachment, message: node_pb2.Submit) -> None: ...
+
+    def cancel(self, attachment: Attachment, message: node_pb2.Cancel) -> None: ...
+
+    def detached(self, attachment: Attachment, reason: str) -> None:
+        """The router is gone: cancel what it sent."""
+
+
+class RouterStreams(node_pb2_grpc.NodeServicer):
+    """`hello` and `status` build the messages of the same name; `status` is asked for each push."""
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        hello: node_pb2.NodeHello,
+        status: Callable[[], node_pb2.NodeStatus],
+        heartbeat_s: float,
+    ) -> None:
+        self._handler = handler
+        self._hello = hello
+        self._status = status
+        self._heartbeat_s = heartbeat_s
+        self._attachments: set[Attachment] = set()
+        self._status_changed = asyncio.Event()
+
+    @property
+    def routers(self) -> int:
+        return len(self._attachments)
+
+    def status_changed(self) -> None:
+        """Load, readiness or epoch changed: tell the routers before the next heartbeat."""
+        self._status_changed.set()
+
+    async def push_status(self) -> None:
+        """Runs for the node's life."""
+        while True:
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._status_changed.wait()
+            except TimeoutError:
+                pass
+            self._status_changed.clear()
+            self._push()
+            await asyncio.sleep(STATUS_AT_MOST_EVERY_S)
+
+    def _push(self) -> None:
+        if self._attachments:
+            message = node_pb2.NodeMessage(status=self._status())
+            for attachment in self._attachments:
+                attachment.send(message)
+
+    def close(self, reason: str) -> None:
+        for attachment in tuple(self._attachments):
+            attachment.close(reason)
+
+    async def Attach(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        attachment = await self._hear_hello(context)
+        self._attachments.add(attachment)
+        log.info("router_attached", router=attachment.router_id, lease_s=attachment.lease_s)
+        attachment.send(node_pb2.NodeMessage(hello=self._hello))
+        attachment.send(node_pb2.NodeMessage(status=self._status()))
+        reader = asyncio.create_task(self._read(attachment, context), name=f"read {attachment.router_id}")
+        try:
+            async for message in attachment.messages():
+                await context.write(message)
+        finally:
+            attachment.close("stream_ended")
+            self._attachments.discard(attachment)
+            reader.cancel()
+            log.info("router_detached", router=attachment.router_id, reason=attachment.end_reason)
+            self._handler.detached(attachment, attachment.end_reason)
+        await asyncio.gather(reader, return_exceptions=True)
+
+    async def _hear_hello(self, context: Any) -> Attachment:
+        try:
+            async with asyncio.timeout(HELLO_WITHIN_S):
+                first = await context.read()
+        except TimeoutError:
+            first = grpc.aio.EOF
+        if first is grpc.aio.EOF or first.WhichOneof("message") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be RouterHello")
+        lease_s = first.hello.lease_ms / 1000
+        if not first.hello.router_id or not SHORTEST_LEASE_S <= lease_s <= LONGEST_LEASE_S:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"RouterHello needs a router_id and a lease_ms from {math.ceil(SHORTEST_LEASE_S * 1000)} "
+                f"to {math.floor(LONGEST_LEASE_S * 1000)}",
+            )
+        if len(self._attachments) >= MOST_ROUTERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_ROUTERS} routers are attached already")
+        return Attachment(first.hello.router_id, lease_s)
+
+    async def _read(self, attachment: Attachment, context: Any) -> None:
+        reason = "stream_ended"
+        try:
+            while attachment.open:
+                async with asyncio.timeout(attachment.lease_s):
+                    message = await context.read()
+                if message is grpc.aio.EOF:
+                    break
+                self._take(attachment, message)
+        except TimeoutError:
+            reason = "lease_lapsed"
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            reason = "stream_broken"
+        finally:
+            attachment.close(reason)
+
+    def _take(self, attachment: Attachment, message: node_pb2.RouterMessage) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._handler.submit(attachment, message.submit)
+            case "cancel":
+                self._handler.cancel(attachment, message.cancel)
+            case "heartbeat":
+                pass
+            case other:
+                log.warning("router_message_ignored", router=attachment.router_id, kind=other)

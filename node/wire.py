@@ -1,0 +1,90 @@
+"""From the contracts' protobuf to the plain data of engine and transfers, and back.
+
+Must not know: streams, roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from decant_proto.v1 import types_pb2
+
+from engine.port import FinishReason, SamplingParameters
+from foundation.fingerprint import Fingerprint
+from foundation.registry_entry import NodeEntry, Role
+
+FINISH_REASONS: dict[FinishReason, types_pb2.FinishReason.ValueType] = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.FAILED: types_pb2.FINISH_REASON_FAILED,
+}
+
+_ROLES: dict[Role, types_pb2.Role.ValueType] = {
+    Role.PREFILL: types_pb2.ROLE_PREFILL,
+    Role.DECODE: types_pb2.ROLE_DECODE,
+}
+
+
+def unsupported_sampling(message: types_pb2.SamplingParameters) -> str | None:
+    """Name of the first field that asks for what this engine cannot do; None when it can do all of it."""
+    if message.repetition_penalty not in (0.0, 1.0):
+        return "repetition_penalty"
+    if message.presence_penalty:
+        return "presence_penalty"
+    if message.frequency_penalty:
+        return "frequency_penalty"
+    if message.logit_bias:
+        return "logit_bias"
+    return None
+
+
+def sampling_from_wire(message: types_pb2.SamplingParameters) -> SamplingParameters:
+    """Unset top_p and repetition_penalty (0 in protobuf) mean off, as 1 does."""
+    return SamplingParameters(
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p or 1.0,
+        min_p=message.min_p,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def token_to_wire(
+    position: int, token_id: int, logprob: float | None, top_logprobs: Iterable[tuple[int, float]]
+) -> types_pb2.Token:
+    token = types_pb2.Token(
+        position=position,
+        token_id=token_id,
+        top_logprobs=[types_pb2.TokenLogprob(token_id=other, logprob=value) for other, value in top_logprobs],
+    )
+    if logprob is not None:
+        token.logprob = logprob
+    return token
+
+
+def fingerprint_to_wire(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
+    return types_pb2.Fingerprint(
+        weights=fingerprint.weights,
+        architecture=fingerprint.architecture,
+        tokenizer=fingerprint.tokenizer,
+        vocabulary_size=fingerprint.vocabulary_size,
+        kv_dtype=fingerprint.kv_dtype,
+        quantization=fingerprint.quantization,
+        rope=fingerprint.rope,
+        protocol_major=fingerprint.protocol_major,
+    )
+
+
+def entry_to_wire(entry: NodeEntry) -> types_pb2.NodeEntry:
+    return types_pb2.NodeEntry(
+        node_id=entry.node_id,
+        role=_ROLES[entry.role],
+        control_address=entry.control_address,
+        incarnation=entry.incarnation,
+    )
