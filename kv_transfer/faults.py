@@ -1,0 +1,72 @@
+"""Scripted harm for tests: what a driver asks before and after it moves a parcel. Absent in production (`NO_FAULTS`).
+
+A real process takes them from the environment variable DECANT_TEST_FAULTS, and only when its option --enable-test-faults is
+given. The text is `name=value` pairs, separated by commas; values count a transfer's parcels from 0:
+
+    flip_byte_of_parcel=3     P flips one payload byte of parcel 3 just before it leaves, once
+    hold_sends_from=3         P never sends parcel 3 or any after it
+    hold_landed_from=3        D never notices that parcel 3 or any after it has landed
+    stop_after_sent=3         P stops itself (SIGSTOP) once 3 parcels of a transfer have been sent
+    kill_after_sent=3         P kills itself (SIGKILL) then
+    kill_after_landed=3       D kills itself once 3 parcels of a transfer have landed
+
+Must not know: protocol, transports.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, fields
+
+from foundation.errors import ConfigurationError
+from kv_transfer.transport.base import Bytes
+
+VARIABLE = "DECANT_TEST_FAULTS"
+OPTION = "--enable-test-faults"
+
+
+@dataclass(slots=True)
+class Faults:
+    """None: this fault is off. A test may switch faults while the driver runs."""
+
+    flip_byte_of_parcel: int | None = None
+    hold_sends_from: int | None = None
+    hold_landed_from: int | None = None
+    stop_after_sent: int | None = None
+    kill_after_sent: int | None = None
+    kill_after_landed: int | None = None
+
+    def before_send(self, parcel_index: int, message: Bytes) -> bool:
+        """False when this parcel must not leave."""
+        if self.flip_byte_of_parcel == parcel_index:
+            self.flip_byte_of_parcel = None
+            message[len(message) // 3] ^= 0x10
+        return self.hold_sends_from is None or parcel_index < self.hold_sends_from
+
+    def after_sent(self, parcels_sent: int) -> None:
+        if self.stop_after_sent == parcels_sent:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.kill_after_sent == parcels_sent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_landed(self, parcel_index: int, parcels_landed: int) -> bool:
+        """False when D must not notice."""
+        if self.kill_after_landed == parcels_landed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.hold_landed_from is None or parcel_index < self.hold_landed_from
+
+
+def faults_of_process(enabled: bool) -> Faults:
+    """What a node's main passes on. Raises ConfigurationError when faults are asked for but not enabled, or unknown."""
+    text = os.environ.get(VARIABLE, "")
+    if text and not enabled:
+        raise ConfigurationError(OPTION, f"is required when {VARIABLE} is set; unset the variable in production")
+    faults = Faults()
+    names = [field.name for field in fields(faults)]
+    for pair in filter(None, text.split(",")):
+        name, _, value = pair.partition("=")
+        if name not in names or not value.isdigit():
+            raise ConfigurationError(VARIABLE, f"{pair!r} is not one of {', '.join(names)} with =N")
+        setattr(faults, name, int(value))
+    return faults
