@@ -1,0 +1,278 @@
+"""The data plane over UCX, by way of UCXX: tagged messages between workers, one endpoint for each session.
+
+Both sides exchange worker addresses over the data port (`rendezvous`), greet each other over the new endpoint, so that a
+session is only handed out once bytes have travelled both ways, and read the lane that UCX chose from the endpoint itself.
+
+Receives are posted on the session's endpoint, which ends them with it. On lanes declared `close_fences_receives` that end is
+the fence: UCX has dropped what a late message would refer to.
+
+Must not know: parcels, digests, the protocol's states, gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from kv_transfer.transport.base import (
+    Bytes,
+    CloseOutcome,
+    DataSession,
+    Landed,
+    Lane,
+    LostCallback,
+    NotFenced,
+    ReceiveCancelled,
+    ReceiveFailed,
+    ReceiveOutcome,
+    SendFailed,
+    SendOutcome,
+    Sent,
+    Tag,
+    TransportError,
+    mint_fence,
+)
+from kv_transfer.transport.lanes import lane_of_endpoint
+from kv_transfer.transport.rendezvous import (
+    HANDSHAKE_LIMIT_S,
+    Call,
+    Lifeline,
+    bind_data_port,
+    place_call,
+    read_call,
+    refuse,
+    welcome,
+)
+from kv_transfer.transport.ucx_worker import UcxEndpoint, UcxWorker
+
+HANDSHAKES_AT_ONCE = 64
+CLOSE_LIMIT_S = 5.0
+
+Outcome = TypeVar("Outcome", ReceiveOutcome, SendOutcome)
+
+
+@dataclass(slots=True)
+class _Operation(Generic[Outcome]):
+    """An open request. `buffer` is kept alive for UCX, which holds only its address."""
+
+    request: Any
+    buffer: Bytes
+    done: Callable[[Outcome], None]
+    withdrawn: bool = False
+
+
+class UcxSession:
+    """See `base.DataSession`."""
+
+    def __init__(self, session: int, endpoint: UcxEndpoint, lifeline: Lifeline, lost: LostCallback) -> None:
+        self.session = session
+        self.lane = Lane("unknown", receiver_reads=False, close_fences_receives=False)
+        self._endpoint = endpoint
+        self._lifeline = lifeline
+        self._lost: LostCallback | None = lost
+        self._loop = asyncio.get_running_loop()
+        self._receives: dict[Tag, _Operation[ReceiveOutcome]] = {}
+        self._sends: dict[Tag, _Operation[SendOutcome]] = {}
+        self._quiet = asyncio.Event()
+        self._closing: asyncio.Task[CloseOutcome] | None = None
+        self._watch = self._loop.create_task(self._watch_lifeline())
+        endpoint.on_close(self._endpoint_failed)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing is not None and self._closing.done()
+
+    def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
+        assert self._closing is None, f"session {self.session:#x} is closed"
+        assert tag not in self._receives, f"tag {tag:#x} is posted already"
+        request = self._endpoint.tag_receive(tag, buffer)
+        self._receives[tag] = _Operation(request, buffer, done)
+        request.future.add_done_callback(partial(self._received, tag))
+
+    def cancel_unused(self, tag: Tag) -> None:
+        if operation := self._receives.get(tag):
+            operation.withdrawn = True
+            operation.request = None  # dropping the handle cancels
+
+    def send(self, tag: Tag, buffer: Bytes, done: Callable[[SendOutcome], None]) -> None:
+        assert self._closing is None, f"session {self.session:#x} is closed"
+        assert tag not in self._sends, f"tag {tag:#x} is being sent already"
+        request = self._endpoint.tag_send(tag, buffer)
+        self._sends[tag] = _Operation(request, buffer, done)
+        request.future.add_done_callback(partial(self._was_sent, tag))
+
+    async def close(self) -> CloseOutcome:
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close())
+        return await asyncio.shield(self._closing)
+
+    async def greet(self, send_tag: int, receive_tag: int) -> None:
+        """Returns when a byte has travelled each way over this endpoint, and the lane is known."""
+        byte, answered, sent = np.zeros(1, np.uint8), self._loop.create_future(), self._loop.create_future()
+        self.post_receive(Tag(receive_tag), byte, partial(_resolve, answered))
+        self.send(Tag(send_tag), np.ones(1, np.uint8), partial(_resolve, sent))
+        for outcome in await asyncio.gather(answered, sent):
+            if not isinstance(outcome, Landed | Sent):
+                raise TransportError("unreachable", f"the greeting failed: {outcome}")
+        self.lane = lane_of_endpoint(await asyncio.to_thread(self._endpoint.describe))
+
+    async def _watch_lifeline(self) -> None:
+        self._lose(await self._lifeline.until_lost())
+
+    def _endpoint_failed(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be gone at exit
+            self._loop.call_soon_threadsafe(self._lose, "endpoint_failed")
+
+    def _lose(self, reason: str) -> None:
+        lost, self._lost = self._lost, None
+        if lost is not None and self._closing is None:
+            lost(reason)
+
+    def _received(self, tag: Tag, future: asyncio.Future[Any]) -> None:
+        operation = self._receives.pop(tag)
+        failure = _failure(future)
+        self._settle()
+        if failure is None:
+            operation.done(Landed(tag))
+        elif operation.withdrawn and failure == "canceled":
+            operation.done(ReceiveCancelled(tag))
+        else:
+            operation.done(ReceiveFailed(tag, failure))
+
+    def _was_sent(self, tag: Tag, future: asyncio.Future[Any]) -> None:
+        operation = self._sends.pop(tag)
+        failure = _failure(future)
+        self._settle()
+        operation.done(Sent(tag) if failure is None else SendFailed(tag, failure))
+
+    def _settle(self) -> None:
+        if self._closing is not None and not self._receives and not self._sends:
+            self._quiet.set()
+
+    async def _close(self) -> CloseOutcome:
+        self._watch.cancel()
+        await asyncio.to_thread(self._endpoint.destroy)
+        self._lifeline.close()
+        self._settle()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._quiet.wait(), CLOSE_LIMIT_S)
+        if self._receives or not self.lane.fences:
+            return NotFenced(self.session, frozenset(self._receives))
+        return mint_fence(self.session)
+
+
+class UcxTransport:
+    """See `base.Transport`. Made on the asyncio thread; the UCX environment must have been applied before."""
+
+    def __init__(self) -> None:
+        self.strangers_refused = 0
+        self.stray_messages = 0
+        self._worker = UcxWorker()
+        self._sessions: set[UcxSession] = set()
+        self._expected: dict[int, tuple[asyncio.Future[DataSession], LostCallback]] = {}
+        self._server: asyncio.Server | None = None
+        self._handshakes = 0
+
+    async def listen(self, host: str, port: int) -> str:
+        assert self._server is None, "a transport listens once"
+        sock = bind_data_port(host, port)
+        self._server = await asyncio.start_server(self._answer, sock=sock)
+        return f"{host}:{sock.getsockname()[1]}"
+
+    def expect(self, session: int, lost: LostCallback) -> asyncio.Future[DataSession]:
+        assert session not in self._expected, f"session {session:#x} is expected already"
+        arrived: asyncio.Future[DataSession] = asyncio.get_running_loop().create_future()
+        self._expected[session] = arrived, lost
+        arrived.add_done_callback(lambda _: self._expected.pop(session, None))
+        return arrived
+
+    async def dial(self, address: str, session: int, lost: LostCallback, deadline_s: float) -> DataSession:
+        call = Call(session, secrets.randbits(63) << 1, self._worker.address)
+        try:
+            async with asyncio.timeout(deadline_s):
+                peer_address, lifeline = await place_call(address, call)
+                return await self._open(call, peer_address, lifeline, lost, dialled=True)
+        except TimeoutError as error:
+            raise TransportError("dial_timeout", f"{address} did not greet within {deadline_s} s") from error
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for arrived, _ in list(self._expected.values()):
+            arrived.cancel()
+        await asyncio.gather(*(session.close() for session in self._sessions))
+        await self._worker.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One caller on the data port."""
+        if self._handshakes >= HANDSHAKES_AT_ONCE:
+            self.strangers_refused += 1
+            return refuse(writer)
+        self._handshakes += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                await self._admit(await read_call(reader), reader, writer)
+        except (TransportError, TimeoutError):
+            self.strangers_refused += 1
+            writer.close()
+        finally:
+            self._handshakes -= 1
+        return None
+
+    async def _admit(self, call: Call, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        arrived, lost = self._expected.pop(call.session, (None, None))
+        if arrived is None or lost is None:
+            self.strangers_refused += 1
+            return refuse(writer)
+        welcome(writer, self._worker.address)
+        try:
+            session = await self._open(call, call.worker_address, Lifeline(reader, writer), lost, dialled=False)
+        except BaseException as error:
+            if not arrived.done():
+                arrived.set_exception(TransportError("unreachable", f"the greeting failed: {error!r}"))
+            raise
+        if arrived.done():  # withdrawn meanwhile
+            await session.close()
+        else:
+            arrived.set_result(session)
+        return None
+
+    async def _open(
+        self, call: Call, peer_address: bytes, lifeline: Lifeline, lost: LostCallback, *, dialled: bool
+    ) -> UcxSession:
+        try:
+            endpoint = self._worker.endpoint(peer_address)
+        except TransportError:
+            lifeline.close()
+            raise
+        session = UcxSession(call.session, endpoint, lifeline, lost)
+        self._sessions = {known for known in self._sessions if not known.closed} | {session}
+        tags = (call.greeting_tag, call.greeting_tag | 1)
+        try:
+            await session.greet(*(tags if dialled else reversed(tags)))
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+
+def _resolve(future: asyncio.Future[Any], outcome: object) -> None:
+    if not future.done():
+        future.set_result(outcome)
+
+
+def _failure(future: asyncio.Future[Any]) -> str | None:
+    """None on success, else UCX's name for what went wrong, as in `canceled` or `message_truncated`."""
+    if future.cancelled():
+        return "canceled"
+    if (error := future.exception()) is None:
+        return None
+    name = type(error).__name__.removeprefix("UCXX").removesuffix("Error")
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

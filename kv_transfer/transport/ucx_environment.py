@@ -1,0 +1,66 @@
+"""How UCX is told what we need of it: environment variables, set before the library is loaded.
+
+Whatever the user has set wins and is reported. Reasons stand beside the values; what breaks without them was measured.
+
+Must not know: ucxx itself (importing it loads the library, which reads the environment).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+DEFAULT_LANES = "sm,self,tcp"
+"""Shared memory on one host, TCP between hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedEnvironment:
+    """`set_here`: what we set. `kept`: variables of ours that the user had set to something else, with the user's value."""
+
+    set_here: dict[str, str]
+    kept: dict[str, str]
+
+
+def ucx_environment(lanes: str, interface: str | None = None, tcp_ports: str | None = None) -> dict[str, str]:
+    """UCX settings for these lanes (the value of UCX_TLS).
+
+    `interface`: the network device whose address is advertised to peers; None leaves the choice to UCX.
+    `tcp_ports`: `first-last`, the ports on which UCX's own TCP connections may arrive; None means any.
+    """
+    settings = {
+        "UCX_TLS": lanes,
+        # Shared memory is not used beside error handling unless it is asked to do error handling too.
+        "UCX_POSIX_ERROR_HANDLING": "on",
+        "UCX_SYSV_ERROR_HANDLING": "on",
+        "UCX_KEEPALIVE_INTERVAL": "500ms",
+        "UCX_TCP_KEEPIDLE": "1s",
+        "UCX_TCP_KEEPINTVL": "1s",
+        # Default segments make TCP two to six times slower.
+        "UCX_TCP_TX_SEG_SIZE": "1M",
+        "UCX_TCP_RX_SEG_SIZE": "1M",
+        # A TCP put carries the address it writes to, which outlives the endpoint that handed it out. Messages do not.
+        "UCX_TCP_PUT_ENABLE": "n",
+        # Signal handlers belong to Python.
+        "UCX_ERROR_SIGNALS": "",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+    }
+    if lanes != "tcp":
+        # Otherwise a missing lane is emulated over TCP without a word.
+        settings["UCX_PROTO_EMULATION_ENABLE"] = "n"
+    if interface:
+        settings["UCX_NET_DEVICES"] = interface
+    if tcp_ports:
+        settings["UCX_TCP_PORT_RANGE"] = tcp_ports
+    return settings
+
+
+def apply_ucx_environment(
+    settings: dict[str, str], environment: MutableMapping[str, str] = os.environ
+) -> AppliedEnvironment:
+    """Set what the user has not set."""
+    kept = {name: environment[name] for name, value in settings.items() if environment.get(name, value) != value}
+    for name, value in settings.items():
+        environment.setdefault(name, value)
+    return AppliedEnvironment({name: value for name, value in settings.items() if name not in kept}, kept)
