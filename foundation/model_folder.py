@@ -36,7 +36,7 @@ def served_model_name(model: str, served_as: str | None) -> str:
     if served_as is not None:
         return served_as
     folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
+    return folder.resolve().name if folder.is_dir() or _looks_like_a_path(model) else model
 
 
 def _looks_like_a_path(model: str) -> bool:

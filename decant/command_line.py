@@ -1,0 +1,84 @@
+"""`decant up | prefill | decode | router | doctor`: picks the command, and turns what stops a start into one message.
+
+Exit codes: 0 served and stopped in order, 1 something failed, 2 a setting is wrong (the message names it).
+
+Commands are imported when they are called: `decant router` must run where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from foundation.config import nearest
+from foundation.errors import StartError
+
+Command = Callable[[Sequence[str], Mapping[str, str]], int]
+
+
+def _up(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant import up
+
+    return up.command(arguments, environment)
+
+
+def _prefill(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant import processes
+
+    return processes.prefill(arguments, environment)
+
+
+def _decode(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant import processes
+
+    return processes.decode(arguments, environment)
+
+
+def _router(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant import processes
+
+    return processes.router(arguments, environment)
+
+
+def _doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant import doctor
+
+    return doctor.command(arguments, environment)
+
+
+COMMANDS: dict[str, tuple[Command, str]] = {
+    "up": (_up, "serve a model on this machine: router, prefill node and decode node"),
+    "prefill": (_prefill, "run a prefill node"),
+    "decode": (_decode, "run a decode node"),
+    "router": (_router, "run a router: OpenAI and gRPC front door"),
+    "doctor": (_doctor, "check libraries, UCX lanes, ports, memory limits and the model"),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:<9}{help}" for name, (_, help) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: decant COMMAND [options]", "", *lines, "", "decant COMMAND --help lists the options.", ""]
+    )
+
+
+def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The exit code of one call of `decant`."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        (sys.stdout if arguments else sys.stderr).write(usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        sys.stderr.write(f"decant: unknown command {name!r}{nearest(name, COMMANDS)}\n\n{usage()}")
+        return 2
+    command, _ = COMMANDS[name]
+    try:
+        return command(rest, environment)
+    except StartError as error:
+        sys.stderr.write(f"decant {name}: {error}\n")
+        return error.exit_code
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:], os.environ))

@@ -1,0 +1,93 @@
+"""`decant up`: one model on one machine, as a router, a prefill node and a decode node with the embedded registry.
+
+Flow: read options, find the model, check ports, draw a master key into a file that only we may read, start the three, wait
+until each is ready, say how to ask something, watch, stop.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from decant.local_cluster import LocalCluster, child_environment, find_model, health_url, read_request
+from decant.supervisor import ChildPlan, Interrupted, Supervisor
+from foundation.config import to_arguments
+from foundation.errors import StartError
+from foundation.keys import draw_master_keys, write_key_file
+
+START_LIMIT_S = 300.0
+"""For loading weights and warming up; downloads and conversion are done before."""
+
+
+def command(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    request = read_request(
+        arguments, environment, "decant up", "Serve a model on this machine: router, prefill node and decode node."
+    )
+    if request.print_config:
+        sys.stdout.write(request.describe(request.cluster(Path("(drawn at start)"))) + "\n")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="decant-") as private:  # mode 0700
+        key_file = Path(private) / "master.key"
+        request.cluster(key_file).require_free_ports()  # before a download that may take minutes
+        model = find_model(request)
+        cluster = request.cluster(key_file, model)
+        write_key_file(key_file, draw_master_keys())
+        return _serve(cluster, model, environment)
+
+
+def _serve(cluster: LocalCluster, model: Path, environment: Mapping[str, str]) -> int:
+    supervisor = Supervisor(_plans(cluster, environment), cluster.router.drain_grace_s)
+    try:
+        supervisor.start(START_LIMIT_S)
+        sys.stdout.write(_ready_message(cluster, model))
+        sys.stdout.flush()
+        supervisor.watch()
+    except Interrupted:
+        sys.stderr.write("decant up: stopping when requests in flight have ended; interrupt again to stop at once\n")
+        return 0
+    except StartError as error:
+        sys.stderr.write(f"decant up: {error}\n")
+        return error.exit_code
+    finally:
+        supervisor.stop()
+
+
+def _plans(cluster: LocalCluster, environment: Mapping[str, str]) -> list[ChildPlan]:
+    inherited = child_environment(environment, node_count=2)
+    named = (("router", cluster.router), ("prefill", cluster.prefill), ("decode", cluster.decode))
+    return [
+        ChildPlan(name, [sys.executable, "-m", "decant", name, *to_arguments(options)], inherited, health_url(options))
+        for name, options in named
+    ]
+
+
+def _ready_message(cluster: LocalCluster, model: Path) -> str:
+    base_url = health_url(cluster.router).removesuffix("/health")
+    name = cluster.router.served_model_name
+    if has_chat_template(model):
+        path = "/v1/chat/completions"
+        body: dict[str, object] = {
+            "model": name,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        }
+    else:
+        path = "/v1/completions"
+        body = {"model": name, "prompt": "The capital of France is", "max_tokens": 16}
+    return (
+        f"\nDecant serves {name} at {base_url}/v1 (gRPC on port {cluster.router.grpc_port}). Ask it something:\n\n"
+        f"  curl -s {base_url}{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'\n\n"
+        "Ctrl-C stops it.\n\n"
+    )
+
+
+def has_chat_template(model: Path) -> bool:
+    if (model / "chat_template.jinja").is_file():
+        return True
+    try:
+        content = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and bool(content.get("chat_template"))
