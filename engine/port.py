@@ -39,7 +39,10 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """Sampling of one request; checked by the router, so values here are in range. Zero temperature is greedy."""
+    """Sampling of one request; checked by the router, so values here are in range. Zero temperature is greedy.
+
+    max_tokens and min_tokens count every output token, those in `Submit.settled` included.
+    """
 
     seed: int
     max_tokens: int
@@ -56,7 +59,11 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A new request. `settled` tokens are history: they follow the prompt and are never resampled."""
+    """A new request. `settled` tokens are history: they follow the prompt and are never resampled.
+
+    A key names at most one live request: one that has neither ended, been cancelled nor been released.
+    What can never be served ends at once with RequestFailed.
+    """
 
     key: RequestKey
     prompt: tuple[int, ...]
@@ -72,18 +79,23 @@ class ReserveKv:
 
     Cached prefix blocks are referenced, the rest allocated. It waits its turn until blocks are free; Cancel or
     StartFromKv(computed_positions=0) ends the wait.
+
+    A second one for blocks already reserved (the next try, with another prefill node) is answered at once with the same
+    blocks; `computed_positions` says how much of them the earlier try has proven.
     """
 
     key: RequestKey
     end_position: int
+    computed_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StartFromKv:
     """KV of positions [0, computed_positions) stands in the reserved blocks; the engine computes whatever is missing.
 
-    `first_token`, when given, is the settled token at position len(prompt) + len(settled). With computed_positions == 0 and
-    nothing reserved this is a plain local prefill. No write into the reserved blocks may be open any more.
+    `first_token`, when given, is the settled token at position len(prompt) + len(settled); it is reported (once more, as
+    TokenSampled) only if it ends the request. With computed_positions == 0 and nothing reserved this is a plain local prefill.
+    No write into the reserved blocks may be open any more.
     """
 
     key: RequestKey
@@ -145,7 +157,7 @@ class KvReserved:
 
 @dataclass(frozen=True, slots=True)
 class KvUnavailable:
-    """The request can never have its blocks here."""
+    """The request can never have its blocks here. It still waits for StartFromKv or Cancel."""
 
     key: RequestKey
     reason: str
@@ -189,6 +201,7 @@ class EngineStatus:
     """A snapshot, replaced whole after each step, so that any thread may read it without waiting for the engine."""
 
     steps: int = 0
+    """Steps that have settled."""
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
@@ -197,6 +210,11 @@ class EngineStatus:
     blocks_in_use: int = 0
     blocks_total: int = 0
     has_work: bool = False
+    """A step runs or can be launched: `steps` must advance. False while all that is left waits for a command."""
     last_step_tokens: int = 0
     preemptions: int = 0
     skips: dict[str, int] = field(default_factory=dict)
+    """Steps in which somebody had to wait, by reason."""
+    prefix_cached_tokens: int = 0
+    failed: str | None = None
+    """Why the engine thread ended, when it did; every request has got RequestFailed(engine_error)."""

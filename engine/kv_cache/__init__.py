@@ -1,0 +1,2 @@
+"""Paged KV. Read: block_pool (who owns which block), prefix_index (which block holds which tokens), block_table
+(the batch's copy of it), storage (the bytes)."""
