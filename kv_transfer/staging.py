@@ -1,70 +1,44 @@
-"""Between a node's KV pool and the network: slots, and the two copies that fill and empty them.
+"""Between a node's KV pool and the network: the verified copies that fill and empty slots, on a thread of their own.
 
     P: pool blocks --gather--> slot --message--> slot --verify, scatter--> pool blocks :D
 
-The network only ever touches slots. A parcel's bytes in a slot are [layer, 2 (K, V), position, head, dim], followed by its
-digest; blocks, head order and shards of either side end here. Copies run on one copier thread, so that the asyncio thread
-never waits for one; the lock is free while numpy copies and while xxh3 hashes.
+A message is a parcel's payload followed by its digest. Blocks, head order and shards of either side end here. All copies of
+a node run in order on one copier thread, so that the asyncio thread never waits for one; the interpreter lock is free while
+numpy copies and xxh3 hashes.
 
-Invariants: nothing is scattered that was not verified; a gather whose blocks changed owner poisons the digest, so that it can
-never verify anywhere; an arena is given back only with its session's fence.
+Invariants: nothing is scattered that was not verified; a gather whose blocks have changed owner, before or while it read
+them, poisons the digest, so that the parcel can verify nowhere.
 
-Must not know: models, engines, transports beyond their fences, the protocol's states.
+Must not know: models, engines, sessions, the protocol's states.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from foundation.ids import BlockId
-from foundation.kv_layout import KvLayout
+from kv_transfer.digest import TRAILER_BYTES, payload_digest
 from kv_transfer.plan.parcels import ParcelName
-from kv_transfer.transport.base import Bytes, Fenced
+from kv_transfer.pool_copy import KvPool, gather_parcel, parcel_blocks, scatter_parcel
+from kv_transfer.transport.base import Bytes
 
-
-@dataclass(frozen=True, slots=True)
-class KvPool:
-    """A node's KV memory as a transfer sees it.
-
-    `shards[stage * tensor_parallel + rank]` has the shape that `foundation.kv_layout` describes and any dtype of the
-    layout's item size (a bfloat16 tensor comes as its uint16 view). `owner_words[block]` (uint64) says whose KV a block holds.
-    """
-
-    layout: KvLayout
-    shards: tuple[npt.NDArray[np.generic], ...]
-    owner_words: npt.NDArray[np.uint64]
-
-
-class Arena:
-    """One dedicated allocation, cut into slots of `slot_bytes` payload and a digest each."""
-
-    def __init__(self, slots: int, slot_bytes: int) -> None: ...
-
-    def message(self, slot: int, payload_bytes: int) -> Bytes:
-        """The part of a slot that a parcel of this length travels in, digest included."""
-
-
-class StagingMemory:
-    """The node's budget for arenas. An arena counts until it is given back."""
-
-    def __init__(self, staging_bytes: int) -> None: ...
-
-    def draw_arena(self, slots: int, slot_bytes: int) -> Arena | None:
-        """None when the budget does not allow it; at least two slots."""
-
-    def give_back(self, arena: Arena, fence: Fenced) -> None: ...
-
-    def give_back_unused(self, arena: Arena) -> None:
-        """Of an arena whose slots were never handed to a transport."""
+_POISON = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """P: read one parcel out of the blocks that cover positions [0, ...) in order, if they still have these owners."""
+    """P: read one parcel out of the blocks that cover positions [0, ...) in order, if they still have these owners.
+
+    `message` is exactly payload + digest long.
+    """
 
     block_ids: Sequence[BlockId]
     owner_words: Sequence[int]
@@ -75,7 +49,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """`digest` is what stands in the message; poisoned unless `intact`."""
+    """`digest` is what stands in the message; it verifies nowhere unless `intact`."""
 
     digest: int
     intact: bool
@@ -104,14 +78,78 @@ class DigestMismatch:
     received: int
 
 
+def gather(pool: KvPool, job: Gather) -> Gathered:
+    """Fill the message. Blocks."""
+    payload = job.message[:-TRAILER_BYTES]
+    assert payload.size == job.parcel.wire_bytes(pool.layout), f"{payload.size} bytes for {job.parcel}"
+    owned = _owned(pool, job)
+    gather_parcel(pool, job.block_ids, job.parcel, payload)
+    digest = payload_digest(job.seed, payload)
+    intact = owned and _owned(pool, job)
+    if not intact:
+        digest ^= _POISON
+    job.message[-TRAILER_BYTES:] = np.frombuffer(digest.to_bytes(TRAILER_BYTES, "little"), np.uint8)
+    return Gathered(digest, intact)
+
+
+def scatter(pool: KvPool, job: Scatter) -> Scattered | DigestMismatch:
+    """Verify the message, then write it. Blocks."""
+    payload = job.message[:-TRAILER_BYTES]
+    assert payload.size == job.parcel.wire_bytes(pool.layout), f"{payload.size} bytes for {job.parcel}"
+    received = int.from_bytes(job.message[-TRAILER_BYTES:].tobytes(), "little")
+    computed = payload_digest(job.seed, payload)
+    if computed != received:
+        return DigestMismatch(computed, received)
+    scatter_parcel(pool, job.block_ids, job.parcel, payload)
+    return Scattered(computed)
+
+
+def _owned(pool: KvPool, job: Gather) -> bool:
+    block_size = pool.layout.block_size
+    first, end = job.parcel.first_position // block_size, -(-job.parcel.end_position // block_size)
+    expected = np.asarray(job.owner_words[first:end], np.uint64)
+    return np.array_equal(pool.owner_words[parcel_blocks(job.block_ids, job.parcel, pool.layout)], expected)
+
+
 class Copier:
-    """Gathers and scatters of one node, in order, on one thread. Callbacks run on the asyncio thread that made it."""
+    """Gathers and scatters of one node, in the order asked for. Made on the asyncio thread, where all callbacks run.
 
-    def __init__(self, pool: KvPool) -> None: ...
+    The queue is bounded by the slots: every job holds one. `failure` ends with the exception that ended the thread, which
+    is a bug; the node must not live on without it.
+    """
 
-    def gather(self, job: Gather, done: Callable[[Gathered], None]) -> None: ...
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.failure: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="kv-copier", daemon=True)
+        self._thread.start()
 
-    def scatter(self, job: Scatter, done: Callable[[Scattered | DigestMismatch], None]) -> None: ...
+    def gather(self, job: Gather, done: Callable[[Gathered], None]) -> None:
+        self._jobs.put(lambda: self._post(done, gather(self._pool, job)))
+
+    def scatter(self, job: Scatter, done: Callable[[Scattered | DigestMismatch], None]) -> None:
+        self._jobs.put(lambda: self._post(done, scatter(self._pool, job)))
 
     async def close(self) -> None:
         """Finishes what was asked for, then ends the thread."""
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+        if not self.failure.done():
+            self.failure.cancel()
+
+    def _post(self, done: Callable[..., None], outcome: object) -> None:
+        self._loop.call_soon_threadsafe(done, outcome)
+
+    def _run(self) -> None:
+        try:
+            while (work := self._jobs.get()) is not None:
+                work()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(partial(_fail, self.failure), error)
+
+
+def _fail(failure: asyncio.Future[Any], error: BaseException) -> None:
+    if not failure.done():
+        failure.set_exception(error)

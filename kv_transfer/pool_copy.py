@@ -1,0 +1,103 @@
+"""Gather and scatter: one parcel between a pool's blocks and its wire layout [layer, 2 (K, V), position, head, dim].
+
+Both are a single indexed copy of items: the pool's memory is seen as one long row of equal items, the largest that lie
+contiguous on both sides, and an index array says which item comes where. A parcel lies in one layer group of one shard
+(`kv_transfer.plan`), so three cases cover every layout:
+
+    whole blocks, all heads of the shard (NHD), or one head (HND):   an item is a block's K or V of one layer
+    NHD otherwise:                                                   an item is a run of heads at one position
+    HND otherwise:                                                   an item is one head at one position
+
+Must not know: slots, digests, threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from foundation.ids import BlockId
+from foundation.kv_layout import KvLayout
+from kv_transfer.plan.parcels import ParcelName
+from kv_transfer.plan.regions import Region, source_region, target_regions
+from kv_transfer.transport.base import Bytes
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """A node's KV memory as a transfer sees it.
+
+    `shards[stage * tensor_parallel + rank]`: uint8 [groups, blocks, layer_group, 2, *inner, head bytes], C-contiguous, as
+    `foundation.kv_layout` describes. `owner_words` [blocks] uint64: whose KV each block holds.
+    """
+
+    layout: KvLayout
+    shards: tuple[Bytes, ...]
+    owner_words: npt.NDArray[np.uint64]
+
+    def __post_init__(self) -> None:
+        for shard in self.shards:
+            assert shard.dtype == np.uint8, f"a pool shard of {shard.dtype}"
+            assert shard.flags.c_contiguous, "a pool shard that is not contiguous"
+            assert shard.shape[-1] == self.layout.head_bytes, f"shard {shard.shape} for {self.layout}"
+
+
+def gather_parcel(pool: KvPool, block_ids: Sequence[BlockId], parcel: ParcelName, payload: Bytes) -> None:
+    """Copy the parcel out of the blocks that cover positions [0, ...) in order. `payload` is exactly its wire bytes."""
+    region = source_region(parcel, pool.layout)
+    shard = pool.shards[region.shard]
+    item_bytes, index = _items(shard.shape, region, parcel_blocks(block_ids, parcel, pool.layout), parcel, pool.layout)
+    items = payload.view(f"V{item_bytes}")
+    np.take(shard.reshape(-1).view(items.dtype), index, out=items, mode="clip")
+
+
+def scatter_parcel(pool: KvPool, block_ids: Sequence[BlockId], parcel: ParcelName, payload: Bytes) -> None:
+    """Copy the parcel into those blocks, in every shard that holds its heads."""
+    blocks = parcel_blocks(block_ids, parcel, pool.layout)
+    for region in target_regions(parcel, pool.layout):
+        shard = pool.shards[region.shard]
+        item_bytes, index = _items(shard.shape, region, blocks, parcel, pool.layout)
+        items = payload.view(f"V{item_bytes}")
+        shard.reshape(-1).view(items.dtype)[index] = items
+
+
+def parcel_blocks(block_ids: Sequence[BlockId], parcel: ParcelName, layout: KvLayout) -> Index:
+    """Ids of the blocks that hold the parcel's positions."""
+    first, end = parcel.first_position // layout.block_size, -(-parcel.end_position // layout.block_size)
+    assert end <= len(block_ids), f"{parcel} ends beyond {len(block_ids)} blocks of {layout.block_size}"
+    return np.asarray(block_ids[first:end], np.int64)
+
+
+def _items(
+    shape: tuple[int, ...], region: Region, blocks: Index, parcel: ParcelName, layout: KvLayout
+) -> tuple[int, Index]:
+    """Item size in bytes, and for each item of the payload, in wire order, its place in the shard, counted in items."""
+    _, pool_blocks, layer_group, _, *inner, head_bytes = shape
+    assert int(blocks.min()) >= 0, "a negative block id"
+    assert int(blocks.max()) < pool_blocks, f"a block id beyond a pool of {pool_blocks}"
+    nhd = layout.head_order == "NHD"
+    block_size, heads = inner if nhd else inner[::-1]
+    layers = np.arange(region.first_layer, region.end_layer)[:, None, None]
+    planes = ((region.group * pool_blocks + blocks) * layer_group + layers) * 2 + np.arange(2)[:, None]
+    taken = region.end_head - region.first_head
+    whole_blocks = parcel.first_position % block_size == 0 and parcel.end_position % block_size == 0
+    if whole_blocks and nhd and taken == heads:
+        return block_size * heads * head_bytes, planes.reshape(-1)
+    if whole_blocks and not nhd and taken == 1:
+        return block_size * head_bytes, (planes * heads + region.first_head).reshape(-1)
+    positions = np.arange(parcel.first_position, parcel.end_position)
+    planes = planes[:, :, positions // block_size - parcel.first_position // block_size, None]
+    offsets = (positions % block_size)[:, None]
+    if nhd:
+        run = gcd(heads, region.first_head, taken)
+        runs = np.arange(region.first_head // run, region.end_head // run)
+        index = (planes * block_size + offsets) * (heads // run) + runs
+        return run * head_bytes, index.reshape(-1)
+    index = (planes * heads + np.arange(region.first_head, region.end_head)) * block_size + offsets
+    return head_bytes, index.reshape(-1)
