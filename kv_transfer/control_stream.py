@@ -16,6 +16,8 @@ import grpc
 
 METHOD = "/decant.v1.KvTransfer/Session"
 SERVICE = "decant.v1.KvTransfer"
+WELCOME = ("decant-control", "welcome")
+"""Initial metadata of P: the stream was accepted, and is not just a call that failed early."""
 QUEUE_LIMIT = 4096
 """Messages that wait for the peer to read; one Ask of a long prompt is the largest of them."""
 LARGEST_MESSAGE_BYTES = 16 << 20
@@ -44,10 +46,18 @@ class Duplex(Protocol):
 class ControlStream:
     """`run` carries messages until either side ends the stream, and says why it ended."""
 
-    def __init__(self, duplex: Duplex, received: Callable[[bytes], str | None], queue_limit: int = QUEUE_LIMIT) -> None:
-        """`received` gets each message and returns None, or the reason why the stream must end."""
+    def __init__(
+        self,
+        duplex: Duplex,
+        received: Callable[[bytes], str | None],
+        half_close: Callable[[], Awaitable[None]] | None = None,
+        queue_limit: int = QUEUE_LIMIT,
+    ) -> None:
+        """`received` gets each message and returns None, or the reason why the stream must end. A dialling end says with
+        `half_close` that it has written its last message; a serving end just returns."""
         self._duplex = duplex
         self._received = received
+        self._half_close = half_close
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue(queue_limit)
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._finishing = False
@@ -76,7 +86,7 @@ class ControlStream:
         reading, writing = asyncio.create_task(self._read()), asyncio.create_task(self._write())
         try:
             await asyncio.wait({reading, writing, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            if self._finishing and writing.done():
+            if self._finishing and writing.done() and self._half_close:
                 await asyncio.wait({reading, self._ended}, timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED)
             return next(task.result() for task in (self._ended, writing, reading) if task.done())
         finally:
@@ -85,22 +95,22 @@ class ControlStream:
             await asyncio.gather(reading, writing, return_exceptions=True)
 
     async def _read(self) -> str:
-        while True:
-            try:
-                message = await self._duplex.read()
-            except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-                return _name(error)
-            if not isinstance(message, bytes):
-                return "closed_by_peer"
-            if not self._finishing and (refusal := self._received(message)):
-                return refusal
+        try:
+            while isinstance(message := await self._duplex.read(), bytes):
+                if not self._finishing and (refusal := self._received(message)):
+                    return refusal
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            return _name(error)
+        return "closed_by_peer"
 
     async def _write(self) -> str:
-        while (message := await self._outgoing.get()) is not None:
-            try:
+        try:
+            while (message := await self._outgoing.get()) is not None:
                 await self._duplex.write(message)
-            except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-                return _name(error)
+            if self._half_close:
+                await self._half_close()
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            return _name(error)
         return "finished"
 
 

@@ -1,0 +1,117 @@
+"""D's end of the control plane: one dialled stream for each prefill node, kept up until told otherwise.
+
+Must not know: sessions, transfers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from foundation.ids import NodeId
+from kv_transfer.control_stream import GRPC_OPTIONS, METHOD, WELCOME, ControlStream
+from kv_transfer.protocol.events import MessageReceived, StreamLost, StreamOpened
+from kv_transfer.protocol.messages import Envelope
+from kv_transfer.pump import watched
+from kv_transfer.wire import WireRefusal, read_envelope, write_envelope
+
+SHORTEST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+StreamEvent = StreamOpened | StreamLost | MessageReceived
+Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
+
+
+@dataclass(slots=True)
+class _Dialled:
+    task: asyncio.Task[None] | None = None
+    stream: ControlStream | None = None
+    closing: bool = False
+
+
+class ControlClient:
+    """`refused(peer, reason)` counts messages that could not be read; each ends its stream."""
+
+    def __init__(
+        self, emit: Callable[[StreamEvent], None], refused: Callable[[NodeId, str], None], dial_limit_s: float
+    ) -> None:
+        self._emit = emit
+        self._refused = refused
+        self._dial_limit_s = dial_limit_s
+        self._peers: dict[NodeId, _Dialled] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def open(self, peer: NodeId, control_address: str) -> None:
+        assert peer not in self._peers, f"the stream to {peer} is opened twice"
+        dialled = self._peers[peer] = _Dialled()
+        dialled.task = watched(self._keep_up(peer, control_address, dialled))
+        self._ending.add(dialled.task)
+        dialled.task.add_done_callback(self._ending.discard)
+
+    def send(self, peer: NodeId, envelope: Envelope) -> None:
+        """Nothing is sent while no stream stands: the protocol says it again when one does."""
+        dialled = self._peers.get(peer)
+        if dialled is not None and dialled.stream is not None:
+            dialled.stream.send(write_envelope(envelope))
+
+    def close(self, peer: NodeId) -> None:
+        """End the stream after what was sent before, or stop dialling; no event of it follows."""
+        dialled = self._peers.pop(peer, None)
+        if dialled is None:
+            return
+        dialled.closing = True
+        if dialled.stream is not None:
+            dialled.stream.finish()
+        elif dialled.task is not None:
+            dialled.task.cancel()
+
+    async def close_all(self) -> None:
+        for peer in list(self._peers):
+            self.close(peer)
+        if self._ending:
+            await asyncio.wait(set(self._ending))
+
+    async def _keep_up(self, peer: NodeId, control_address: str, dialled: _Dialled) -> None:
+        pause_s = SHORTEST_PAUSE_S
+        while not dialled.closing:
+            async with grpc.aio.insecure_channel(control_address, GRPC_OPTIONS) as channel:
+                call: Call = channel.stream_stream(METHOD)()
+                reason = "unreachable"
+                if await self._accepted(call):
+                    pause_s = SHORTEST_PAUSE_S
+                    reason = await self._carry(peer, call, dialled)
+                call.cancel()
+            if dialled.closing:
+                return
+            self._emit(StreamLost(peer, reason))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _accepted(self, call: Call) -> bool:
+        """Whether a servicer runs at the other end; a failed call has metadata too, but not this."""
+        try:
+            metadata = await asyncio.wait_for(call.initial_metadata(), self._dial_limit_s)
+        except (TimeoutError, grpc.RpcError):
+            return False
+        return WELCOME in tuple(metadata)
+
+    async def _carry(self, peer: NodeId, call: Call, dialled: _Dialled) -> str:
+        stream = dialled.stream = ControlStream(call, lambda raw: self._received(peer, raw), call.done_writing)
+        try:
+            self._emit(StreamOpened(peer, secrets.randbits(64) or 1))
+            return await stream.run()
+        finally:
+            dialled.stream = None
+
+    def _received(self, peer: NodeId, raw: bytes) -> str | None:
+        envelope = read_envelope(raw)
+        if isinstance(envelope, WireRefusal):
+            self._refused(peer, envelope.reason)
+            return envelope.reason
+        self._emit(MessageReceived(peer, envelope))
+        return None

@@ -1,0 +1,94 @@
+"""Runs a pure protocol core on the asyncio thread: one event at a time, its effects in order, one timer for all deadlines.
+
+An effect may bring about the next event before it returns (a node answers at once); that event waits its turn, so that the
+core never sees half-executed effects.
+
+Must not know: which side of the protocol it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Generic, TypeVar
+
+from foundation.log import get_logger
+
+log = get_logger()
+
+Event = TypeVar("Event")
+Effect = TypeVar("Effect")
+Result = TypeVar("Result")
+
+
+class Pump(Generic[Event, Effect]):
+    """`handle` takes an event and returns its effects; `deadline` is asked after each turn when time matters next."""
+
+    def __init__(
+        self,
+        handle: Callable[[Event], Iterable[Effect]],
+        execute: Callable[[Effect], None],
+        next_deadline_s: Callable[[], float | None],
+        expired: Callable[[float], None],
+    ) -> None:
+        self._handle = handle
+        self._execute = execute
+        self._next_deadline_s = next_deadline_s
+        self._expired = expired
+        self._events: deque[Event] = deque()
+        self._turning = False
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def emit(self, event: Event) -> None:
+        if self._closed:
+            return
+        self._events.append(event)
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            while self._events:
+                for effect in self._handle(self._events.popleft()):
+                    self._execute(effect)
+        finally:
+            self._turning = False
+        self._arm()
+
+    def start(self) -> None:
+        self._arm()
+
+    def close(self) -> None:
+        """Nothing happens any more, whatever still comes in."""
+        self._closed = True
+        self._events.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = self._next_deadline_s()
+        if self._timer is not None:
+            if self._timer.when() == deadline_s:
+                return
+            self._timer.cancel()
+        self._timer = None if deadline_s is None else loop.call_at(deadline_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if not self._closed:
+            self._expired(asyncio.get_running_loop().time())
+            self._arm()
+
+
+def watched(work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    """A task whose unexpected end is logged at once, not when it is collected."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(_look_at)
+    return task
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        log.error("task failed", task=task.get_coro().__qualname__, exc_info=error)  # type: ignore[union-attr]
