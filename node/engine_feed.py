@@ -1,0 +1,61 @@
+"""The engine's state as others want it: metrics for Prometheus, status for routers, progress for health.
+
+`EngineStatus` is a snapshot with running totals; what is counted here is what was added since the last look.
+
+Must not know: roles, requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from decant_proto.v1 import node_pb2
+
+from engine.port import EngineStatus
+from foundation.metrics import NodeMetrics
+
+
+class EngineFeed:
+    def __init__(self, status: Callable[[], EngineStatus], metrics: NodeMetrics) -> None:
+        self._status = status
+        self._metrics = metrics
+        self._steps = 0
+        self._skips: dict[str, int] = {}
+        self._load = (0, 0)
+
+    def load_changed(self) -> bool:
+        """Whether running or waiting differ from the last time this was asked."""
+        status = self._status()
+        before, self._load = self._load, (status.running, status.waiting)
+        return before != self._load
+
+    def after_step(self) -> None:
+        status = self._status()
+        if status.steps != self._steps:
+            self._steps = status.steps
+            self._metrics.step_tokens.observe(status.last_step_tokens)
+        for reason, total in status.skips.items():
+            self._metrics.scheduler_skips_total.count(reason, total - self._skips.get(reason, 0))
+            self._skips[reason] = total
+
+    def before_exposition(self) -> None:
+        status = self._status()
+        self._metrics.requests_running.set(status.running)
+        self._metrics.requests_waiting.set(status.waiting)
+        self._metrics.kv_blocks.set(free=status.blocks_free, cached=status.blocks_cached, in_use=status.blocks_in_use)
+
+    def node_status(self, problems: tuple[str, ...], draining: bool, epoch: int) -> node_pb2.NodeStatus:
+        status = self._status()
+        return node_pb2.NodeStatus(
+            ready=not problems,
+            not_ready_reasons=problems,
+            draining=draining,
+            running=status.running,
+            waiting=status.waiting,
+            queued_tokens=status.queued_tokens,
+            engine_steps=status.steps,
+            blocks_total=status.blocks_total,
+            blocks_free=status.blocks_free + status.blocks_cached,
+            epoch=epoch,
+            has_work=status.has_work,
+        )
