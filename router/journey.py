@@ -217,7 +217,7 @@ class Journey:
 
     def _output(self, event: Output) -> list[Effect]:
         if event.attempt != self.attempt:
-            return _dropped("superseded_attempt", event)
+            return _dropped("stale_attempt", event)
         effects: list[Effect] = []
         taken, repeated, next_position = [], 0, self.next_position
         for token in event.tokens:
@@ -232,7 +232,7 @@ class Journey:
             self.log.extend(token.token_id for token in taken)
             effects.append(Deliver(tuple(taken)))
         if repeated:
-            effects.append(Dropped("settled_position", repeated))
+            effects.append(Dropped("stale_position", repeated))
         missing = len(event.tokens) - len(taken) - repeated
         if missing:
             # What lies between was lost on the way: this attempt can never become whole again.
@@ -319,7 +319,7 @@ TRANSITIONS: dict[tuple[State, type[Event]], Handler] = {
     (State.PLACING, Placed): Journey._placed,
     (State.PLACING, NoPlace): Journey._no_place,
     (State.PLACING, PatienceOver): Journey._patience_over,
-    (State.PLACING, Output): lambda journey, event: _dropped("superseded_attempt", event),
+    (State.PLACING, Output): lambda journey, event: _dropped("stale_attempt", event),
     (State.PLACING, AttemptLost): Journey._ignored,
     (State.PLACING, StopStringFound): Journey._stop_string,
     (State.PLACING, ClientLeft): Journey._client_left,

@@ -114,7 +114,7 @@ def place(
 ) -> Placement | NoPlacement:
     """Cheapest decode node, and the cheapest prefill nodes that can pair with it.
 
-    `prompt_tokens` counts settled tokens too. Nodes in `avoid` lost this request before: they are taken only if there is no other.
+    `prompt_tokens` counts settled tokens too. Nodes in `avoid` lost this request before: taken only if there is no other.
     """
 
     def cost(candidate: Candidate) -> tuple[int, str]:
@@ -149,10 +149,9 @@ def _prefill_choices(
     usable = [candidate for candidate in paired if candidate.refusal is None]
     if usable:
         return usable, ""
-    connected = [candidate for candidate in known if candidate.compatible_with]
-    if not paired and connected:
+    if not paired and any(candidate.compatible_with for candidate in known):
         return [], "prefill_incompatible"
-    return [], "prefill_" + _common_refusal(known, "node_unknown").removeprefix("node_")
+    return [], "prefill_not_ready"
 
 
 def _common_refusal(candidates: Sequence[Candidate], none: str) -> str:

@@ -1,0 +1,131 @@
+"""One answer on its way to its client: what the dispatcher delivers, as text, to whoever reads.
+
+The reader gets everything that has come since it last asked in one `Piece`, so a slow client costs no queue of messages; what is
+held is bounded by the answer's max_tokens.
+
+Must not know: nodes, HTTP, gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from decant_proto.v1 import types_pb2
+
+from router.generation import Generation, Refusal
+from router.journey import Ending, PositionedToken
+from router.text import AnswerText, Decode
+
+_CONTEXT_TOKENS = 6
+"""Tokens of the prompt before the answer that may decide how its first token is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text and tokens. `finish_reason` or `failure` stands in the last piece, one of the two."""
+
+    text: str
+    tokens: Sequence[types_pb2.Token]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the answer; None for the model's own end."""
+    failure: Refusal | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+
+class AnswerStream:
+    """Read with `next` until a piece is `last`; `close` in any case."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        decode: Decode,
+        stop_found: Callable[[], None],
+        client_left: Callable[[], None],
+    ) -> None:
+        sampling = generation.sampling
+        self.generation = generation
+        self.completion_tokens = 0
+        self.cached_tokens: int | None = None
+        """Prompt tokens whose KV was cached on the decode node; None before the first token."""
+        self.finish_reason: str | None = None
+        self._text = AnswerText(decode, generation.prompt[-_CONTEXT_TOKENS:], sampling.stop, sampling.min_tokens)
+        self._stop_found = stop_found
+        self._client_left = client_left
+        self._tokens: list[types_pb2.Token] = []
+        self._ending: Ending | None = None
+        self._failure: Refusal | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._closed = False
+
+    # --- the dispatcher's side
+
+    def deliver(self, tokens: Sequence[PositionedToken]) -> None:
+        self._tokens.extend(cast("Sequence[types_pb2.Token]", tokens))
+        self._awaken()
+
+    def finish(self, ending: Ending) -> None:
+        self._ending = ending
+        if self.finish_reason is None:
+            self.finish_reason = "length" if ending is Ending.LENGTH else "stop"
+        self._awaken()
+
+    def fail(self, failure: Refusal) -> None:
+        self._failure = failure
+        self._awaken()
+
+    # --- the reader's side
+
+    async def next(self) -> Piece:
+        """Waits for something new. At most one reader; not again after the last piece."""
+        if not self._tokens and self._ending is None and self._failure is None:
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        tokens, self._tokens = self._tokens, []
+        return self._piece(tokens)
+
+    def close(self) -> None:
+        """The reader needs no more: everything held for an unfinished request is given back."""
+        if not self._closed:
+            self._closed = True
+            self._client_left()
+
+    def _piece(self, tokens: list[types_pb2.Token]) -> Piece:
+        texts = []
+        ended_by_token = self._ending is Ending.STOP
+        for index, token in enumerate(tokens):
+            self.completion_tokens += 1
+            if ended_by_token and index == len(tokens) - 1:
+                break  # the token that ends an answer is counted but not written
+            texts.append(self._text.add(token.token_id))
+            if self._text.stop_found is not None:
+                self._stop_found()
+                self.finish_reason = "stop"
+                return Piece("".join(texts), tokens[: index + 1], "stop", self._text.stop_found)
+        if self._ending is None and self._failure is None:
+            return Piece("".join(texts), tokens)
+        texts.append(self._text.finish())
+        if self._failure is not None:
+            return Piece("".join(texts), tokens, failure=self._failure)
+        if self._text.stop_found is not None:  # in what was held back
+            self.finish_reason = "stop"
+            return Piece("".join(texts), tokens, "stop", self._text.stop_found)
+        return Piece("".join(texts), tokens, self.finish_reason, self._stop_token(tokens))
+
+    def _stop_token(self, tokens: Sequence[types_pb2.Token]) -> int | None:
+        if self._ending is Ending.STOP and tokens and tokens[-1].token_id in self.generation.sampling.stop_token_ids:
+            return tokens[-1].token_id
+        return None
+
+    def _awaken(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)

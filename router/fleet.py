@@ -1,0 +1,273 @@
+"""All nodes that this router knows, each behind its link; what placement chooses from; tickets for what it chose.
+
+The registry says who exists, the links say how they are. A node leaves the fleet only when the registry no longer names it *and*
+its link is down: so losing the registry, or finding it empty after a restart, stops nothing.
+
+Must not know: texts, clients of the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from decant_proto.v1 import node_pb2
+
+from foundation.ids import AttemptId, NodeId
+from foundation.keys import MasterKeys
+from foundation.log import get_logger
+from foundation.registry_entry import NodeEntry, Role
+from foundation.registry_redis import RegistryUnavailable
+from foundation.ticket import Ticket, digest_of_tokens, sign_ticket
+from router.clients import LinkTiming, NodeLink
+from router.health import LinkState
+from router.placement import Candidate, NodeKey, NoPlacement, Placement, PrefixMemory, place
+from router.registry import NodeSource
+
+log = get_logger()
+
+REFRESH_S = 1.0
+
+
+class FleetListener(Protocol):
+    def fleet_changed(self) -> None:
+        """A node may have become usable."""
+
+    def attempts_lost(self, node: NodeId, requests: Sequence[str], reason: str) -> None: ...
+
+    def outputs(self, node: NodeId, outputs: node_pb2.StepOutput) -> None: ...
+
+
+class Fleet:
+    """Implements `LinkListener`. `start` once, `close` once."""
+
+    def __init__(
+        self,
+        source: NodeSource,
+        router_id: str,
+        keys: MasterKeys,
+        timing: LinkTiming,
+        now: Callable[[], float],
+        tokenizer_fingerprint: str | None = None,
+    ) -> None:
+        """`tokenizer_fingerprint`: nodes with another one are given no work; None takes all."""
+        self.registry_down_since_s: float | None = None
+        self._source = source
+        self._router_id = router_id
+        self._keys = keys
+        self._timing = timing
+        self._now = now
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._links: dict[NodeId, NodeLink] = {}
+        self._memory = PrefixMemory()
+        self._pending: dict[str, tuple[NodeLink, int]] = {}
+        """Requests without a first token: where their prompt is being computed, and its tokens."""
+        self._listener: FleetListener | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, listener: FleetListener) -> None:
+        self._listener = listener
+        self._task = asyncio.create_task(self._follow_registry(), name="fleet")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        await self._source.close()
+
+    # --- what placement and front ends ask
+
+    def links(self, role: Role) -> list[NodeLink]:
+        return [link for link in self._links.values() if link.entry.role is role]
+
+    def link(self, node: NodeId) -> NodeLink | None:
+        return self._links.get(node)
+
+    def not_ready_reasons(self) -> list[str]:
+        """Empty when a request could be served now."""
+        decoders = self.links(Role.DECODE)
+        if any(self._refusal(link) is None for link in decoders):
+            return []
+        if not decoders:
+            return ["no_decode_node"]
+        return [f"{link.node_id}: {self._refusal(link)}" for link in decoders]
+
+    def connected_by_role(self) -> dict[str, int]:
+        live = (LinkState.READY, LinkState.SUSPECT)
+        return {role.value: sum(link.health.state in live for link in self.links(role)) for role in Role}
+
+    def describe(self) -> list[dict[str, object]]:
+        """Every node as this router sees it now, for people."""
+        return [
+            {
+                "node": link.node_id,
+                "role": link.entry.role.value,
+                "address": link.entry.control_address,
+                "link": link.health.state.value,
+                "refusal": self._refusal(link),
+                "not_ready_reasons": list(link.health.status.not_ready_reasons) if link.health.status else [],
+                "attempts": len(link.attempts),
+            }
+            for link in self._links.values()
+        ]
+
+    def context_limit(self) -> int | None:
+        """The longest context of any decode node that is or was connected."""
+        limits = [link.hello.max_model_len for link in self.links(Role.DECODE) if link.hello is not None]
+        return max(limits, default=None)
+
+    def place(
+        self, prompt_tokens: int, answer_tokens: int, chain: Sequence[int], avoid: frozenset[NodeId]
+    ) -> Placement | NoPlacement:
+        candidates = [self._candidate(link) for link in self._links.values()]
+        return place(prompt_tokens, answer_tokens, chain, candidates, self._memory, avoid)
+
+    # --- what the dispatcher does with a placement
+
+    def begin(self, request: str, placement: Placement, chain: Sequence[int], tokens: int) -> None:
+        """Account for an attempt: load until its first token, and what the nodes will hold."""
+        self._links[placement.decode.node].attempts.add(request)
+        computing = placement.prefill[0] if placement.prefill else placement.decode
+        link = self._links[computing.node]
+        link.pending_prompts += 1
+        link.pending_tokens += tokens
+        self._pending[request] = (link, tokens)
+        for node in {placement.decode, computing}:
+            self._memory.remember(chain, node)
+
+    def first_token_seen(self, request: str) -> None:
+        pending = self._pending.pop(request, None)
+        if pending is not None:
+            link, tokens = pending
+            link.pending_prompts -= 1
+            link.pending_tokens -= tokens
+
+    def attempt_over(self, request: str, node: NodeId) -> None:
+        self.first_token_seen(request)
+        link = self._links.get(node)
+        if link is not None:
+            link.attempts.discard(request)
+
+    def prefill_choices(
+        self, placement: Placement, attempt: AttemptId, prompt: tuple[int, ...], settled: tuple[int, ...]
+    ) -> list[node_pb2.PrefillChoice]:
+        """A signed choice for each prefill node of the placement, in its order."""
+        decode = self._links[placement.decode.node].hello
+        assert decode is not None, "a placed node is connected"
+        if not placement.prefill:
+            return []
+        tokens = digest_of_tokens(prompt, settled)
+        choices = []
+        for node, incarnation in placement.prefill:
+            link = self._links[node]
+            status = link.health.status
+            assert status is not None, "a placed node has reported"
+            ticket = Ticket(
+                attempt,
+                len(placement.prefill),
+                decode.incarnation,
+                incarnation,
+                status.epoch,
+                decode.fingerprint_digest,
+                tokens,
+            )
+            choices.append(
+                node_pb2.PrefillChoice(
+                    node_id=node,
+                    control_address=link.entry.control_address,
+                    ticket=sign_ticket(ticket, self._keys.for_node(node)),
+                )
+            )
+        return choices
+
+    # --- LinkListener
+
+    def link_changed(self, link: NodeLink) -> None:
+        assert self._listener is not None
+        self._listener.fleet_changed()
+
+    def link_lost(self, link: NodeLink, reason: str) -> None:
+        assert self._listener is not None
+        if link.attempts:
+            self._listener.attempts_lost(link.node_id, tuple(link.attempts), reason)
+
+    def outputs(self, link: NodeLink, outputs: node_pb2.StepOutput) -> None:
+        assert self._listener is not None
+        self._listener.outputs(link.node_id, outputs)
+
+    # --- inside
+
+    def _candidate(self, link: NodeLink) -> Candidate:
+        status, hello = link.health.status, link.hello
+        own = len(link.attempts) if link.entry.role is Role.DECODE else link.pending_prompts
+        return Candidate(
+            key=NodeKey(link.node_id, hello.incarnation if hello else link.entry.incarnation),
+            role=link.entry.role,
+            refusal=self._refusal(link),
+            compatible_with=hello.fingerprint_digest.hex() if hello else "",
+            context_limit=hello.max_model_len if hello else 0,
+            sequences=max(own, status.running + status.waiting if status else 0),
+            queued_tokens=max(link.pending_tokens, status.queued_tokens if status else 0),
+        )
+
+    def _refusal(self, link: NodeLink) -> str | None:
+        refusal = link.health.refusal(self._now())
+        if refusal is None and link.hello is not None and self._tokenizer_fingerprint is not None:
+            theirs = link.hello.fingerprint.tokenizer
+            if theirs and theirs != self._tokenizer_fingerprint:
+                return "node_has_another_tokenizer"
+        return refusal
+
+    async def _follow_registry(self) -> None:
+        while True:
+            try:
+                entries = await self._source.entries()
+            except RegistryUnavailable as error:
+                if self.registry_down_since_s is None:
+                    self.registry_down_since_s = self._now()
+                    log.warning("registry lost; serving on with the nodes that are known", reason=str(error))
+            else:
+                if self.registry_down_since_s is not None:
+                    log.info("registry found again", after_s=round(self._now() - self.registry_down_since_s, 3))
+                    self.registry_down_since_s = None
+                await self._adopt(entries)
+            await self._source.changed(REFRESH_S)
+
+    async def _adopt(self, entries: Sequence[NodeEntry]) -> None:
+        named = {entry.node_id: entry for entry in entries}
+        for node, entry in named.items():
+            link = self._links.get(node)
+            if link is not None and self._is_of(link, entry):
+                continue
+            if link is not None:
+                if link.health.state is LinkState.READY and entry.role is link.entry.role and _same_place(link, entry):
+                    continue
+                await self._remove(link)
+            self._add(entry)
+        for node, link in list(self._links.items()):
+            if node not in named and link.health.state in (LinkState.CONNECTING, LinkState.LOST):
+                await self._remove(link)
+
+    @staticmethod
+    def _is_of(link: NodeLink, entry: NodeEntry) -> bool:
+        if link.entry == entry:
+            return True
+        return _same_place(link, entry) and link.hello is not None and link.hello.incarnation == entry.incarnation
+
+    def _add(self, entry: NodeEntry) -> None:
+        link = NodeLink(entry, self._router_id, self._timing, self, self._now)
+        self._links[entry.node_id] = link
+        link.start()
+
+    async def _remove(self, link: NodeLink) -> None:
+        del self._links[link.node_id]
+        await link.close()
+        self.link_lost(link, "node_gone")
+
+
+def _same_place(link: NodeLink, entry: NodeEntry) -> bool:
+    return link.entry.control_address == entry.control_address and link.entry.role is entry.role

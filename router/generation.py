@@ -1,0 +1,235 @@
+"""One answer to be generated, as both front ends (OpenAI over HTTP, gRPC) hand it on, and how a request is refused.
+
+Every value that reaches a node has passed `checked_sampling` and `checked_prompt`; so a node never sees one out of range.
+Defaults are vLLM's: those of the model's generation_config.json, else temperature 1 and everything else off.
+
+Must not know: HTTP, gRPC, nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+MOST_LOGPROBS = 20
+MOST_STOPS = 64
+MOST_STOP_TOKEN_IDS = 256
+LONGEST_STOP_CHARACTERS = 1024
+LARGEST_TOKEN_COUNT = 1 << 31
+SEED_RANGE = 1 << 64
+
+
+class RefusalKind(Enum):
+    """Why a request is not served; front ends map it to an HTTP status or a gRPC code."""
+
+    INVALID = "invalid"
+    MODEL_NOT_FOUND = "model_not_found"
+    TOO_LARGE = "too_large"
+    OVERLOADED = "overloaded"
+    UNAVAILABLE = "unavailable"
+    DEADLINE = "deadline"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`parameter` is the field at fault, `code` a name for programs, `message` a sentence for people."""
+
+    kind: RefusalKind
+    message: str
+    parameter: str | None = None
+    code: str | None = None
+    retryable: bool = False
+    retry_after_s: float | None = None
+
+
+class RequestRefused(Exception):
+    """Carries a refusal from where it is found to the front end, which answers it."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+def invalid(parameter: str | None, message: str, code: str = "invalid_value") -> RequestRefused:
+    return RequestRefused(Refusal(RefusalKind.INVALID, message, parameter, code))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What the model's generation_config.json recommends."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWishes:
+    """What a client asked for; None where it said nothing. Types are right, values unchecked."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    logprobs: int | None = None
+    max_tokens_parameter: str = "max_tokens"
+    """The field that gave `max_tokens`, for messages."""
+    logprobs_parameter: str = "logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Checked sampling of one request; `seed` is always set. Zero temperature is greedy; top_k 0 is off."""
+
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One answer (one choice of one prompt) to be generated."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    deadline_s: float
+    choice_index: int = 0
+    correlation_id: str = ""
+    """The client's own x-request-id, for logs alone."""
+
+
+def mint_request_id() -> str:
+    return secrets.token_hex(16)
+
+
+def checked_sampling(
+    wishes: SamplingWishes,
+    defaults: SamplingDefaults,
+    *,
+    prompt_tokens: int,
+    default_max_tokens: int | None,
+    context_limit: int,
+    vocabulary_size: int,
+) -> Sampling:
+    """Raises RequestRefused naming the first field that is wrong. `default_max_tokens` None: what the context leaves."""
+    temperature = defaults.temperature if wishes.temperature is None else wishes.temperature
+    _check_number("temperature", temperature, 0.0, math.inf)
+    top_p = defaults.top_p if wishes.top_p is None else wishes.top_p
+    _check_number("top_p", top_p, 0.0, 1.0, above_minimum=True)
+    min_p = defaults.min_p if wishes.min_p is None else wishes.min_p
+    _check_number("min_p", min_p, 0.0, 1.0)
+    top_k = defaults.top_k if wishes.top_k is None else wishes.top_k
+    if not (top_k == -1 or 0 <= top_k < LARGEST_TOKEN_COUNT):
+        raise invalid("top_k", f"top_k must be -1 or 0 (off), or a positive whole number, not {top_k}")
+    if wishes.seed is not None and not -(SEED_RANGE >> 1) <= wishes.seed < SEED_RANGE:
+        raise invalid("seed", f"seed must fit 64 bits, not {wishes.seed}")
+    if wishes.logprobs is not None and not 0 <= wishes.logprobs <= MOST_LOGPROBS:
+        parameter = wishes.logprobs_parameter
+        raise invalid(parameter, f"{parameter} must be between 0 and {MOST_LOGPROBS}, not {wishes.logprobs}")
+    max_tokens = _checked_max_tokens(wishes, prompt_tokens, default_max_tokens, context_limit)
+    min_tokens = wishes.min_tokens or 0
+    if not 0 <= min_tokens <= max_tokens:
+        raise invalid("min_tokens", f"min_tokens must be between 0 and max_tokens ({max_tokens}), not {min_tokens}")
+    return Sampling(
+        seed=secrets.randbits(64) if wishes.seed is None else wishes.seed % SEED_RANGE,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=max(top_k, 0),
+        top_p=top_p,
+        min_p=min_p,
+        min_tokens=min_tokens,
+        ignore_eos=bool(wishes.ignore_eos),
+        stop_token_ids=_checked_stop_token_ids(wishes.stop_token_ids, vocabulary_size),
+        stop=_checked_stops(wishes.stop),
+        logprobs=wishes.logprobs,
+    )
+
+
+def checked_prompt(
+    parameter: str, token_ids: Sequence[int], *, vocabulary_size: int, context_limit: int
+) -> tuple[int, ...]:
+    """Raises RequestRefused when the prompt is empty, leaves no room for an answer, or holds an unknown token."""
+    if not token_ids:
+        raise invalid(parameter, f"{parameter} must not be empty: there is nothing to answer", "empty_prompt")
+    if len(token_ids) >= context_limit:
+        raise invalid(
+            parameter,
+            f"This model's context holds {context_limit} tokens, prompt and answer together; "
+            f"{parameter} alone has {len(token_ids)}",
+            "context_length_exceeded",
+        )
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= vocabulary_size:
+        wrong = lowest if lowest < 0 else highest
+        raise invalid(parameter, f"{parameter} holds token id {wrong}; the vocabulary has 0 to {vocabulary_size - 1}")
+    return tuple(token_ids)
+
+
+def _check_number(parameter: str, value: float, minimum: float, maximum: float, *, above_minimum: bool = False) -> None:
+    if math.isfinite(value) and minimum <= value <= maximum and not (above_minimum and value == minimum):
+        return
+    bounds = f"more than {minimum:g}" if above_minimum else f"at least {minimum:g}"
+    if math.isfinite(maximum):
+        bounds += f" and at most {maximum:g}"
+    raise invalid(parameter, f"{parameter} must be a finite number, {bounds}, not {value}")
+
+
+def _checked_max_tokens(
+    wishes: SamplingWishes, prompt_tokens: int, default_max_tokens: int | None, context_limit: int
+) -> int:
+    room = context_limit - prompt_tokens
+    wanted = wishes.max_tokens
+    if wanted is None:
+        return room if default_max_tokens is None else min(default_max_tokens, room)
+    parameter = wishes.max_tokens_parameter
+    if not 1 <= wanted < LARGEST_TOKEN_COUNT:
+        raise invalid(parameter, f"{parameter} must be at least 1, not {wanted}")
+    if wanted > room:
+        raise invalid(
+            parameter,
+            f"This model's context holds {context_limit} tokens, prompt and answer together; the prompt has "
+            f"{prompt_tokens} and {parameter} asks for {wanted}",
+            "context_length_exceeded",
+        )
+    return wanted
+
+
+def _checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MOST_STOPS:
+        raise invalid("stop", f"stop may hold at most {MOST_STOPS} strings, not {len(stops)}")
+    if not all(stops):
+        raise invalid("stop", "stop must not hold an empty string: it would end every answer at once")
+    if max(map(len, stops), default=0) > LONGEST_STOP_CHARACTERS:
+        raise invalid("stop", f"a stop string may have at most {LONGEST_STOP_CHARACTERS} characters")
+    return tuple(stops)
+
+
+def _checked_stop_token_ids(token_ids: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
+    if len(token_ids) > MOST_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"stop_token_ids may hold at most {MOST_STOP_TOKEN_IDS} ids")
+    for token_id in token_ids:
+        if not 0 <= token_id < vocabulary_size:
+            raise invalid(
+                "stop_token_ids", f"stop_token_ids holds {token_id}; the vocabulary has 0 to {vocabulary_size - 1}"
+            )
+    return tuple(token_ids)

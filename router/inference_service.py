@@ -1,0 +1,134 @@
+"""decant.v1.Inference over gRPC: the same requests as over HTTP, typed.
+
+A value that is wrong ends the call with INVALID_ARGUMENT naming the field. A client that cancels closes its answer.
+
+Must not know: HTTP, nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Never
+
+import grpc.aio
+from decant_proto.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+from foundation.metrics import RouterMetrics
+from router.answer import AnswerStream, Piece
+from router.dispatch import Dispatcher
+from router.generation import Generation, Refusal, RefusalKind, RequestRefused, SamplingWishes, invalid
+from router.intake import Intake
+
+_CODES = {
+    RefusalKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalKind.MODEL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    RefusalKind.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalKind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    RefusalKind.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RefusalKind.INTERNAL: grpc.StatusCode.INTERNAL,
+}
+_FINISH = {"stop": types_pb2.FINISH_REASON_STOP, "length": types_pb2.FINISH_REASON_LENGTH}
+
+Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, intake: Intake, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
+        self._intake = intake
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        try:
+            generation = await self._generation(request, context)
+        except RequestRefused as refused:
+            self._metrics.requests_refused_total.count("invalid")
+            await _abort(context, refused.refusal)
+        try:
+            stream = self._dispatcher.open(generation)
+        except RequestRefused as refused:
+            await _abort(context, refused.refusal)
+        try:
+            while True:
+                piece = await stream.next()
+                if piece.failure is not None:
+                    await _abort(context, piece.failure)
+                yield _response(stream, piece)
+                if piece.last:
+                    return
+        finally:
+            stream.close()
+
+    async def _generation(self, request: inference_pb2.GenerateRequest, context: Context) -> Generation:
+        intake = self._intake
+        intake.check_model(request.model or None)
+        prompt = await self._prompt(request)
+        remaining_s = context.time_remaining()
+        wanted_s = request.timeout_ms / 1000 if request.timeout_ms else None
+        limits_s = [limit for limit in (wanted_s, remaining_s) if limit is not None]
+        (generation,) = intake.generations(
+            [prompt], _wishes(request), timeout_s=max(0.001, min(limits_s)) if limits_s else None
+        )
+        return generation
+
+    async def _prompt(self, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        match request.WhichOneof("input"):
+            case "text":
+                return await self._intake.prompt_from_text("text", request.text)
+            case "token_ids":
+                return self._intake.prompt_from_tokens("token_ids", request.token_ids.ids)
+            case "chat":
+                messages = [{"role": one.role, "content": one.content} for one in request.chat.messages]
+                if not all(message["role"] for message in messages):
+                    raise invalid("chat.messages.role", "chat.messages.role must not be empty")
+                return await self._intake.prompt_from_chat(messages)
+            case None:
+                raise invalid("input", "one of text, token_ids and chat must be given", "missing_parameter")
+
+
+def _wishes(request: inference_pb2.GenerateRequest) -> SamplingWishes:
+    asked = request.sampling
+
+    def given(name: str) -> bool:
+        return asked.HasField(name)  # type: ignore[arg-type]
+
+    return SamplingWishes(
+        temperature=asked.temperature if given("temperature") else None,
+        top_k=asked.top_k if given("top_k") else None,
+        top_p=asked.top_p if given("top_p") else None,
+        min_p=asked.min_p if given("min_p") else None,
+        seed=asked.seed if given("seed") else None,
+        max_tokens=asked.max_tokens if given("max_tokens") else None,
+        min_tokens=asked.min_tokens if given("min_tokens") else None,
+        ignore_eos=asked.ignore_eos if given("ignore_eos") else None,
+        stop_token_ids=tuple(asked.stop_token_ids),
+        stop=tuple(request.stop),
+        logprobs=asked.logprobs if given("logprobs") else None,
+    )
+
+
+def _response(stream: AnswerStream, piece: Piece) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=stream.generation.request_id, text=piece.text, tokens=piece.tokens
+    )
+    if piece.finish_reason is not None:
+        response.finish_reason = _FINISH[piece.finish_reason]
+        response.usage.CopyFrom(
+            inference_pb2.Usage(
+                prompt_tokens=len(stream.generation.prompt),
+                completion_tokens=stream.completion_tokens,
+                cached_tokens=stream.cached_tokens or 0,
+            )
+        )
+    return response
+
+
+async def _abort(context: Context, refusal: Refusal) -> Never:
+    named = refusal.parameter is not None and refusal.parameter not in refusal.message
+    message = f"{refusal.parameter}: {refusal.message}" if named else refusal.message
+    trailing = [("decant-code", refusal.code or ""), ("decant-retryable", str(refusal.retryable).lower())]
+    await context.abort(_CODES[refusal.kind], message, tuple(trailing))
+    raise AssertionError("abort raises")

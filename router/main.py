@@ -1,0 +1,215 @@
+"""A router process: everything put together, started, drained and stopped.
+
+`run` listens before it does anything slow, so a port in use stops the start with a message that names the setting. SIGTERM and
+SIGINT drain: readiness goes 503 at once, new requests are refused, those in flight end within the grace period.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import uvloop
+from decant_proto.v1 import inference_pb2, inference_pb2_grpc, registry_pb2, registry_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from foundation import log as logs
+from foundation.errors import ConfigurationError
+from foundation.keys import MasterKeys, read_key_file
+from foundation.metrics import RouterMetrics
+from foundation.model_folder import resolve_model_folder, served_model_name
+from foundation.registry_redis import RedisRegistry
+from router.clients import LARGEST_MESSAGE_BYTES, LinkTiming
+from router.dispatch import Dispatcher, Limits
+from router.fleet import Fleet
+from router.inference_service import InferenceService
+from router.intake import Intake
+from router.openai.server import HttpServer
+from router.options import EMBEDDED, RouterOptions
+from router.registry import EmbeddedRegistry, NodeSource, RedisSource, RegistryService
+from router.tokenizer import ModelText
+
+log = logs.get_logger()
+
+HEALTH_EVERY_S = 0.25
+GRPC_STOP_S = 1.0
+
+
+def run(options: RouterOptions) -> int:
+    """Serves until SIGTERM or SIGINT. Raises StartError when it cannot start; returns the process's exit code."""
+    logs.configure(options.log_level, options.log_format, role="router")
+    keys = read_master_keys(Path(options.key_file).expanduser())
+    text = ModelText.from_folder(resolve_model_folder(options.model, options.revision))
+    with listen("--http-port", options.host, options.http_port) as listener:
+        return uvloop.run(_serve_until_signalled(options, keys, text, listener))
+
+
+async def _serve_until_signalled(
+    options: RouterOptions, keys: MasterKeys, text: ModelText, listener: socket.socket
+) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    router = Router(options, keys, text)
+    await router.start(listener)
+    log.info("router ready", http=f"{options.host}:{options.http_port}", grpc=f"{options.host}:{options.grpc_port}")
+    await stop.wait()
+    await router.drain(options.drain_grace_s)
+    await router.close()
+    return 0
+
+
+@dataclass(slots=True)
+class _Health:
+    """gRPC health: `liveness` always serves; `readiness`, and the server as a whole, only while a request could be."""
+
+    servicer: health_aio.HealthServicer
+    serving: bool | None = None
+
+    async def show(self, ready: bool) -> None:
+        if ready == self.serving:
+            return
+        self.serving = ready
+        status = health_pb2.HealthCheckResponse
+        await self.servicer.set("liveness", status.SERVING)
+        for service in ("", "readiness"):
+            await self.servicer.set(service, status.SERVING if ready else status.NOT_SERVING)
+
+
+class Router:
+    """All parts of one router; several may live in one process, as in tests. `start`, then `drain` if wanted, then `close`."""
+
+    def __init__(self, options: RouterOptions, keys: MasterKeys, text: ModelText) -> None:
+        self.options = options
+        self.metrics = RouterMetrics()
+        now = time.monotonic
+        self.embedded = EmbeddedRegistry(now) if options.registry == EMBEDDED else None
+        self.fleet = Fleet(
+            self._source(),
+            f"router-{secrets.token_hex(8)}",
+            keys,
+            LinkTiming(options.silence_limit_s, options.heartbeat_s),
+            now,
+        )
+        self.dispatcher = Dispatcher(self.fleet, text.decode, self.metrics, Limits(options.max_waiting_requests), now)
+        self.intake = Intake(
+            served_model_name(options.model, options.served_model_name),
+            text,
+            self._context_limit,
+            options.request_timeout_s,
+        )
+        self._own_context_limit = _least(options.max_model_len, text.context_limit)
+        self._http = HttpServer(self.intake, self.dispatcher, self.fleet, self.metrics, options.max_body_bytes)
+        self._grpc = grpc.aio.server(options=_grpc_options(options.max_body_bytes))
+        self._health = _Health(health_aio.HealthServicer())
+        self._health_task: asyncio.Task[None] | None = None
+        self.grpc_port = 0
+
+    async def start(self, listener: socket.socket) -> None:
+        """Raises ConfigurationError naming --grpc-port when it cannot be listened on."""
+        self._add_services()
+        address = f"{self.options.host}:{self.options.grpc_port}"
+        try:
+            self.grpc_port = self._grpc.add_insecure_port(address)
+        except RuntimeError:
+            raise ConfigurationError("--grpc-port", f"cannot listen on {address}: is it in use?") from None
+        await self._grpc.start()
+        self.fleet.start(self.dispatcher)
+        await self._http.start(listener)
+        self._health_task = asyncio.create_task(self._follow_health(), name="health")
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests and wait for those in flight."""
+        self.dispatcher.draining = True
+        await self._health.show(False)
+        log.info("draining", requests=self.dispatcher.in_flight)
+        try:
+            await asyncio.wait_for(self.dispatcher.drained(), grace_s)
+        except TimeoutError:
+            log.warning("grace period over", requests=self.dispatcher.in_flight)
+
+    async def close(self) -> None:
+        if self._health_task is not None:
+            self._health_task.cancel()
+            await asyncio.gather(self._health_task, return_exceptions=True)
+        await self._http.close()
+        await self._grpc.stop(GRPC_STOP_S)
+        await self.fleet.close()
+
+    def _source(self) -> NodeSource:
+        if self.embedded is not None:
+            return self.embedded
+        try:
+            return RedisSource(RedisRegistry(self.options.registry))
+        except ValueError as error:
+            raise ConfigurationError("--registry", f"{self.options.registry!r} is no Redis URL: {error}") from None
+
+    def _context_limit(self) -> int:
+        limit = _least(self._own_context_limit, self.fleet.context_limit())
+        return limit if limit is not None else 1 << 31
+
+    def _add_services(self) -> None:
+        services = [
+            inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        ]
+        service = InferenceService(self.intake, self.dispatcher, self.metrics)
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
+        if self.embedded is not None:
+            registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(self.embedded), self._grpc)
+            services.append(registry_pb2.DESCRIPTOR.services_by_name["Registry"].full_name)
+        reflection.enable_server_reflection(services, self._grpc)
+
+    async def _follow_health(self) -> None:
+        while True:
+            await self._health.show(not self.dispatcher.draining and not self.fleet.not_ready_reasons())
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+
+def read_master_keys(path: Path) -> MasterKeys:
+    """Raises ConfigurationError when the file holds a node's keys: with those a router can sign for one node alone."""
+    keys = read_key_file(path)
+    if not isinstance(keys, MasterKeys):
+        raise ConfigurationError("--key-file", f"{path} holds a node's keys; a router needs the master keys")
+    return keys
+
+
+def listen(setting: str, host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigurationError naming the setting."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigurationError("--host", f"{host!r} cannot be resolved: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(setting, f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+def _grpc_options(max_body_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_body_bytes),
+        ("grpc.max_send_message_length", LARGEST_MESSAGE_BYTES),
+    ]
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -1,0 +1,168 @@
+"""/v1/completions and /v1/chat/completions: read, check, open, answer whole or as server-sent events.
+
+A failure before the first byte is an HTTP status; after it, an error event in the stream, which then ends without [DONE]. A
+client that leaves cancels the handler, and that closes its streams.
+
+Must not know: nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from aiohttp import web
+
+from router.answer import AnswerStream, Piece
+from router.dispatch import Dispatcher
+from router.generation import Generation, invalid
+from router.intake import Intake
+from router.openai.answers import DONE, Answer, ChatForm, CompletionForm, Envelope, Form
+from router.openai.bodies import MOST_CHOICES, ChatBody, CompletionBody, read_body
+from router.openai.errors import error_event, error_response
+
+COMPLETION_DEFAULT_MAX_TOKENS = 16
+LONGEST_CORRELATION_ID = 128
+WRITE_GRACE_S = 30.0
+"""After a request's deadline its client may take so long to read what has been written."""
+
+_STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+
+
+class Endpoints:
+    def __init__(self, intake: Intake, dispatcher: Dispatcher) -> None:
+        self._intake = intake
+        self._dispatcher = dispatcher
+        self._completion_form = CompletionForm(intake.text.decode_all)
+        self._chat_form = ChatForm(intake.text.decode_all)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        intake = self._intake
+        body = read_body(CompletionBody, await request.read())
+        intake.check_model(body.model)
+        found, choices = body.prompts(), body.choices()
+        if len(found) * choices > MOST_CHOICES:
+            raise invalid(
+                "n", f"one request may ask for at most {MOST_CHOICES} answers, not {len(found)} times {choices}"
+            )
+        prompts = [
+            await intake.prompt_from_text("prompt", prompt)
+            if isinstance(prompt, str)
+            else intake.prompt_from_tokens("prompt", prompt)
+            for prompt in found
+        ]
+        generations = intake.generations(
+            prompts,
+            body.wishes(),
+            choices=choices,
+            default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
+            correlation_id=correlation_id(request),
+        )
+        return await self._answer(request, self._completion_form, body, generations)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        intake = self._intake
+        body = read_body(ChatBody, await request.read())
+        intake.check_model(body.model)
+        prompt = await intake.prompt_from_chat([message.for_template() for message in body.messages])
+        generations = intake.generations(
+            [prompt], body.wishes(), choices=body.choices(), correlation_id=correlation_id(request)
+        )
+        return await self._answer(request, self._chat_form, body, generations)
+
+    async def _answer(
+        self, request: web.Request, form: Form, body: CompletionBody | ChatBody, generations: Sequence[Generation]
+    ) -> web.StreamResponse:
+        as_stream = body.streams()
+        envelope = Envelope(form.id_prefix + generations[0].request_id, int(time.time()), self._intake.model_name)
+        streams: list[AnswerStream] = []
+        try:
+            for generation in generations:
+                streams.append(self._dispatcher.open(generation))  # noqa: PERF401  (those opened are closed if one is refused)
+            answer = Answer(form, envelope, streams, usage_key=body.usage_in_stream)
+            async with asyncio.timeout(generations[0].deadline_s + WRITE_GRACE_S):
+                if as_stream:
+                    return await _stream(request, answer, streams, body)
+                return await _whole(request, answer, streams)
+        finally:
+            for stream in streams:
+                stream.close()
+
+
+def correlation_id(request: web.Request) -> str:
+    """The client's x-request-id for logs and its own response; it names nothing here."""
+    given = request.headers.get("X-Request-Id", "")
+    return given[:LONGEST_CORRELATION_ID] if given.isascii() and given.isprintable() else ""
+
+
+async def _whole(request: web.Request, answer: Answer, streams: Sequence[AnswerStream]) -> web.StreamResponse:
+    lasts = await asyncio.gather(*(_read_whole(answer, index, stream) for index, stream in enumerate(streams)))
+    for last in lasts:
+        if last.failure is not None:
+            return error_response(last.failure)
+    body = json.dumps(answer.response(lasts)).encode()
+    return web.Response(body=body, content_type="application/json", headers=_own_headers(request))
+
+
+async def _read_whole(answer: Answer, index: int, stream: AnswerStream) -> Piece:
+    while True:
+        piece = await stream.next()
+        answer.take(index, piece)
+        if piece.last:
+            return piece
+
+
+async def _stream(
+    request: web.Request, answer: Answer, streams: Sequence[AnswerStream], body: CompletionBody | ChatBody
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers={**_STREAM_HEADERS, **_own_headers(request)})
+    async with contextlib.aclosing(_pieces(streams)) as pieces:
+        async for index, piece in pieces:
+            if piece.failure is not None:
+                if not response.prepared:
+                    return error_response(piece.failure)
+                await response.write(error_event(piece.failure))
+                await response.write_eof()
+                return response
+            chunk = answer.chunk(index, piece, answer.usage() if body.usage_in_every_chunk else None)
+            if chunk:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(chunk)
+    if body.usage_in_stream:
+        await response.write(answer.usage_chunk())
+    await response.write(DONE)
+    await response.write_eof()
+    return response
+
+
+async def _pieces(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of all choices as they come, until every choice has ended or one has failed."""
+    if len(streams) == 1:
+        while True:
+            piece = await streams[0].next()
+            yield 0, piece
+            if piece.last:
+                return
+    reading = {asyncio.create_task(stream.next()): index for index, stream in enumerate(streams)}
+    try:
+        while reading:
+            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = reading.pop(task)
+                piece = task.result()
+                if not piece.last:
+                    reading[asyncio.create_task(streams[index].next())] = index
+                yield index, piece
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+
+def _own_headers(request: web.Request) -> dict[str, str]:
+    given = correlation_id(request)
+    return {"X-Request-Id": given} if given else {}

@@ -1,0 +1,170 @@
+"""The HTTP server: routes, and every failure as an OpenAI error body.
+
+Must not know: how answers are made.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable
+from importlib.metadata import PackageNotFoundError, version
+from time import time
+
+from aiohttp import web
+
+from foundation.log import get_logger
+from foundation.metrics import RouterMetrics
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.generation import Refusal, RefusalKind, RequestRefused, invalid
+from router.intake import Intake
+from router.openai.bodies import DetokenizeBody, TokenizeBody, read_body
+from router.openai.endpoints import Endpoints
+from router.openai.errors import error_response, plain_error_response
+
+log = get_logger()
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+class HttpServer:
+    """`start` once, `close` once."""
+
+    def __init__(
+        self, intake: Intake, dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetrics, max_body_bytes: int
+    ) -> None:
+        self._intake = intake
+        self._dispatcher = dispatcher
+        self._fleet = fleet
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._started_at = int(time())
+        application = web.Application(client_max_size=max_body_bytes, middlewares=[self._refusals])
+        endpoints = Endpoints(intake, dispatcher)
+        application.add_routes(
+            [
+                web.post("/v1/completions", endpoints.completions),
+                web.post("/v1/chat/completions", endpoints.chat),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+                web.get("/version", self._version),
+                web.get("/live", self._live),
+                web.get("/health", self._health),
+                web.get("/metrics", self._exposition),
+                web.get("/waiting", self._waiting),
+            ]
+        )
+        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self, listener: socket.socket) -> None:
+        """Serves on a socket that is already listening."""
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener, backlog=1024).start()
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    # --- every failure has one form
+
+    @web.middleware
+    async def _refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RequestRefused as refused:
+            if refused.refusal.kind is not RefusalKind.OVERLOADED and refused.refusal.code != "draining":
+                self._metrics.requests_refused_total.count("invalid")
+            return error_response(refused.refusal)
+        except web.HTTPRequestEntityTooLarge:
+            return self._too_large()
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            code = _CODES.get(error.status, "bad_request")
+            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+            return plain_error_response(error.status, f"{request.method} {request.path}: {error.reason}", code, headers)
+        except (ConnectionError, TimeoutError) as error:
+            # The client left while it was written to, or did not read what was written.
+            log.info("client lost", reason=type(error).__name__)
+            raise ConnectionResetError from None
+        except Exception:
+            log.exception("request failed inside the router", path=request.path)
+            return error_response(Refusal(RefusalKind.INTERNAL, "internal error of the router", code="internal_error"))
+
+    def _too_large(self) -> web.Response:
+        self._metrics.requests_refused_total.count("invalid")
+        message = f"the body may have at most {self._max_body_bytes} bytes"
+        return error_response(Refusal(RefusalKind.TOO_LARGE, message, code="body_too_large"))
+
+    # --- what operators ask
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "alive"})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        reasons = ["draining"] if self._dispatcher.draining else self._fleet.not_ready_reasons()
+        body = {"status": "not_ready" if reasons else "ready", "reasons": reasons, "nodes": self._fleet.describe()}
+        return web.json_response(body, status=503 if reasons else 200)
+
+    async def _exposition(self, request: web.Request) -> web.Response:
+        counts = self._fleet.connected_by_role()
+        self._metrics.nodes.set(**counts)
+        return web.Response(
+            body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def _waiting(self, request: web.Request) -> web.Response:
+        """Which requests have no token yet, on whom they wait, for what, and since when."""
+        return web.json_response({"waiting": self._dispatcher.why_waiting()})
+
+    # --- small endpoints of the API
+
+    def _card(self) -> dict[str, object]:
+        name = self._intake.model_name
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "decant",
+            "root": name,
+            "max_model_len": self._intake.context_limit(),
+        }
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._intake.check_model(request.match_info["model"])
+        return web.json_response(self._card())
+
+    async def _version(self, request: web.Request) -> web.Response:
+        try:
+            return web.json_response({"version": version("decant")})
+        except PackageNotFoundError:
+            return web.json_response({"version": "unknown"})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = read_body(TokenizeBody, await request.read())
+        self._intake.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            text = self._intake.chat_text([message.for_template() for message in body.messages])
+            tokens = await self._intake.tokenize("messages", text, special_tokens=bool(body.add_special_tokens))
+        else:
+            wanted = body.add_special_tokens is not False
+            tokens = await self._intake.tokenize("prompt", body.prompt or "", special_tokens=wanted)
+        return web.json_response(
+            {"count": len(tokens), "max_model_len": self._intake.context_limit(), "tokens": tokens}
+        )
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = read_body(DetokenizeBody, await request.read())
+        self._intake.check_model(body.model)
+        text = self._intake.text
+        if not all(0 <= token < text.vocabulary_size for token in body.tokens):
+            raise invalid("tokens", f"tokens must lie between 0 and {text.vocabulary_size - 1}")
+        return web.json_response({"prompt": text.decode_all(body.tokens)})

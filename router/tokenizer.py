@@ -1,0 +1,162 @@
+"""The served model as text: its tokenizer, chat template and recommended sampling, from a Hugging Face folder.
+
+Only `tokenizers` and Jinja in a sandbox are needed, so a router carries neither torch nor transformers.
+
+Must not know: requests, nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+from foundation.errors import ConfigurationError
+from router.generation import SamplingDefaults
+
+SETTING = "--model"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class NoChatTemplate(Exception):
+    """The model has no chat template, so messages cannot become a prompt."""
+
+
+class ChatTemplateRefused(Exception):
+    """The template itself refuses these messages, or cannot render them."""
+
+
+class ModelText:
+    """Thread-safe: nothing changes after it has been built."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
+        context_limit: int | None = None,
+    ) -> None:
+        """Raises jinja2.TemplateSyntaxError when the template is none. `context_limit`: the model's own, if it names one."""
+        self._tokenizer = tokenizer
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_template = _environment().from_string(chat_template) if chat_template is not None else None
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
+        self.context_limit = context_limit
+        self.vocabulary_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelText:
+        """Raises ConfigurationError naming --model and the file that is missing or broken."""
+        if not folder.is_dir():
+            raise ConfigurationError(SETTING, f"{folder} is not a folder")
+        config = _read_json(folder / "config.json", required=True)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigurationError(SETTING, f"{folder} holds no tokenizer.json")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigurationError(SETTING, f"{file} is not a tokenizer: {error}") from None
+        tokenizer_config = _read_json(folder / "tokenizer_config.json")
+        context_limit = config.get("max_position_embeddings")
+        try:
+            return cls(
+                tokenizer,
+                _chat_template(folder, tokenizer_config),
+                _special_tokens(tokenizer_config),
+                _sampling_defaults(_read_json(folder / "generation_config.json")),
+                context_limit if isinstance(context_limit, int) else None,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigurationError(SETTING, f"the chat template of {folder} cannot be read: {error}") from None
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Special tokens skipped; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Special tokens written out, as in lists of log probabilities."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt's text, the assistant's turn opened. Raises NoChatTemplate or ChatTemplateRefused."""
+        if self._chat_template is None:
+            raise NoChatTemplate
+        variables = {"add_generation_prompt": True, "tools": None, "documents": None, **self._special_tokens, **options}
+        try:
+            return self._chat_template.render(messages=messages, **variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ChatTemplateRefused(str(error)) from None
+
+
+def _environment() -> jinja2.Environment:
+    """What chat templates expect to find (transformers' chat_template_utils)."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    return environment
+
+
+def _read_json(file: Path, *, required: bool = False) -> dict[str, Any]:
+    if not file.is_file() and not required:
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(SETTING, f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigurationError(SETTING, f"{file} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigurationError(SETTING, f"{file} does not hold a JSON object")
+    return found
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = tokenizer_config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        found = tokenizer_config.get(name)
+        text = found.get("content") if isinstance(found, dict) else found
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
+    known = ("temperature", "top_k", "top_p", "min_p")
+    return SamplingDefaults(
+        **{name: generation_config[name] for name in known if generation_config.get(name) is not None}
+    )
