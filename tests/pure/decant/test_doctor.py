@@ -1,0 +1,42 @@
+"""The doctor's judgements on what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from decant.doctor import Grade, lane_finding, model_problem, transports_of
+
+UCX_LISTING = """
+#      resource 0  :  md 0  dev 0  flags -- self/memory
+#      resource 1  :  md 1  dev 1  flags -- tcp/eth0
+#      resource 2  :  md 2  dev 2  flags -- rc_mlx5/mlx5_0:1
+"""
+
+
+def test_transports_are_read_from_ucx_own_listing() -> None:
+    assert transports_of(UCX_LISTING) == {"self", "tcp", "rc_mlx5"}
+
+
+def test_tcp_alone_is_said_to_be_no_rdma_and_where_to_read_on() -> None:
+    finding = lane_finding({"tcp", "self"})
+    assert finding.grade is Grade.NOTE
+    assert finding.text == "lane tcp; this UCX has no verbs, so no RDMA: docs/rdma.md"
+    assert Path(__file__).parents[3].joinpath("docs/rdma.md").is_file()
+
+
+def test_verbs_are_named_and_no_lane_at_all_fails() -> None:
+    assert lane_finding({"tcp", "rc_mlx5"}).text == "rc_mlx5 (RDMA) between machines"
+    assert lane_finding({"self", "posix"}).grade is Grade.FAILS
+
+
+def test_a_folder_without_weights_or_tokenizer_is_told_what_it_lacks(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    assert "names no architectures" in str(model_problem(tmp_path))
+    config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert "no tokenizer.json" in str(model_problem(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "no *.safetensors" in str(model_problem(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert model_problem(tmp_path) is None
