@@ -48,6 +48,7 @@ from decode_node.inbound_events import (
     TransferEnded,
 )
 from engine.port import FinishReason
+from engine.request import FinishRules
 from foundation.ids import BlockId
 
 
@@ -68,29 +69,18 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What never changes in one attempt. `stop_token_ids` holds EOS too unless the request ignores it."""
+    """What never changes in one attempt. `rules` are the engine's own."""
 
-    prompt_length: int
     settled_length: int
     prefill_choices: int
-    max_tokens: int
-    max_model_len: int
     block_size: int
-    stop_token_ids: frozenset[int] = frozenset()
+    rules: FinishRules
     local_reason: str = "no_prefill_node"
+    """Why there is no prefill choice."""
 
     @property
     def history_length(self) -> int:
-        return self.prompt_length + self.settled_length
-
-    def finish_reason(self, position: int, token_id: int) -> FinishReason | None:
-        """Whether the token at `position` ends the request; the same rule as the engine's."""
-        if token_id in self.stop_token_ids:
-            return FinishReason.STOP
-        answered = position + 1 - self.prompt_length
-        if answered >= self.max_tokens or position + 1 >= self.max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return self.rules.prompt_length + self.settled_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +183,9 @@ def _first_token(state: Inbound, event: FirstTokenArrived) -> Step:
     if event.token is None:
         return state, ()
     if state.first_token is not None:
-        return state, (CountDropped("first_token_already_set"),)
+        return state, (CountDropped("duplicate"),)
     position, token_id = state.next_position, event.token.token_id
-    finish = state.facts.finish_reason(position, token_id)
+    finish = state.facts.rules.reason(position, token_id)
     emit = EmitToken(position, token_id, event.token.logprob, event.token.top_logprobs, finish)
     settled = replace(state, first_token=token_id, next_position=position + 1)
     if finish is None:
@@ -263,19 +253,11 @@ def _last_transfer_over(state: Inbound, event: Committed | TransferEnded) -> Ste
 
 
 def _stale(state: Inbound, event: Event) -> Step:
-    return state, (CountDropped(f"stale_{_STALE_NAMES[type(event)]}"),)
+    return state, (CountDropped("unknown_transfer"),)
 
 
 def _ignored(state: Inbound, event: Event) -> Step:
     return state, ()
-
-
-_STALE_NAMES: dict[type[Any], str] = {
-    BlocksWanted: "blocks_wanted",
-    FirstTokenArrived: "first_token",
-    Committed: "committed",
-    TransferEnded: "transfer_ended",
-}
 
 
 def _table() -> dict[tuple[Phase, type[Any]], Callable[[Inbound, Any], Step]]:
@@ -287,7 +269,9 @@ def _table() -> dict[tuple[Phase, type[Any]], Callable[[Inbound, Any], Step]]:
         TransferEnded: _transfer_ended,
         EngineFailed: _failed_with_transfer,
     }
-    stale: dict[type[Any], Callable[[Inbound, Any], Step]] = dict.fromkeys(_STALE_NAMES, _stale)
+    stale: dict[type[Any], Callable[[Inbound, Any], Step]] = dict.fromkeys(
+        (BlocksWanted, FirstTokenArrived, Committed, TransferEnded), _stale
+    )
     late_answers: dict[type[Any], Callable[[Inbound, Any], Step]] = {
         BlocksReserved: _ignored,
         BlocksUnavailable: _ignored,

@@ -11,16 +11,16 @@ import asyncio
 from typing import Protocol
 
 import grpc
-import structlog
 from decant_proto.v1 import registry_pb2, registry_pb2_grpc
 
+from foundation.log import get_logger
 from foundation.registry_entry import ANNOUNCE_EVERY_S, LEASE_S, NodeEntry
 from foundation.registry_redis import RedisRegistry, RegistryUnavailable
 from node.wire import entry_to_wire
 
 ANSWER_WITHIN_S = 2.0
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 
 class Registry(Protocol):
@@ -89,7 +89,7 @@ class Announcer:
                 await self._registry.announce(self._entry, LEASE_S)
             except RegistryUnavailable as error:
                 if self._announced:
-                    log.warning("registry_lost", problem=str(error))
+                    log.warning("registry lost", problem=str(error))
                 self._announced = False
             else:
                 if not self._announced:
@@ -101,7 +101,7 @@ class Announcer:
         try:
             await self._registry.withdraw(self._entry)
         except RegistryUnavailable as error:
-            log.warning("registry_lost", problem=str(error))
+            log.warning("registry lost", problem=str(error))
 
     async def close(self) -> None:
         await self._registry.close()

@@ -55,6 +55,14 @@ class NodeOptions(Options):
         None, "exactly so many KV blocks, whatever --kv-cache-memory-bytes says (on a CPU as well)", minimum=2
     )
 
+    # The pool's layout. Unlike nodes can pair: what travels is cut to fit both.
+    kv_head_order: str = option("HND", "order of heads and positions within a block", choices=("HND", "NHD"))
+    kv_layer_group: int | None = option(
+        None, "layers that lie together in a block (default: all of a pipeline stage)", minimum=1
+    )
+    tensor_parallel_size: int = option(1, "shards of the KV pool by heads", minimum=1, maximum=1024)
+    pipeline_parallel_size: int = option(1, "shards of the KV pool by layers", minimum=1, maximum=1024)
+
     # The transfer.
     staging_bytes: int = option(
         256 * MIB, "memory for slots in which KV arrives or leaves", minimum=64 * KIB, sized=True
@@ -103,6 +111,9 @@ class NodeOptions(Options):
     )
     registry: str = option("127.0.0.1:9000", "redis://... or host:port of a router's gRPC server, which embeds one")
     key_file: str = option(help="file with this node's key, or with the master keys")
+    enable_test_faults: bool = option(
+        False, "obey DECANT_TEST_FAULTS, which harms transfers on purpose: for tests only"
+    )
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = option("auto", "auto: console on a terminal, else json", choices=("auto", "json", "console"))
 

@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import grpc
-import structlog
 from decant_proto.v1 import node_pb2, node_pb2_grpc
+
+from foundation.log import get_logger
 
 HELLO_WITHIN_S = 5.0
 SHORTEST_LEASE_S = 0.1
@@ -26,7 +27,7 @@ OUTBOX_LIMIT = 4096
 MOST_ROUTERS = 64
 STATUS_AT_MOST_EVERY_S = 0.05
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 
 class Attachment:
@@ -120,7 +121,7 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
     async def Attach(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         attachment = await self._hear_hello(context)
         self._attachments.add(attachment)
-        log.info("router_attached", router=attachment.router_id, lease_s=attachment.lease_s)
+        log.info("router attached", router=attachment.router_id, lease_s=attachment.lease_s)
         attachment.send(node_pb2.NodeMessage(hello=self._hello))
         attachment.send(node_pb2.NodeMessage(status=self._status()))
         reader = asyncio.create_task(self._read(attachment, context), name=f"read {attachment.router_id}")
@@ -131,7 +132,7 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
             attachment.close("stream_ended")
             self._attachments.discard(attachment)
             reader.cancel()
-            log.info("router_detached", router=attachment.router_id, reason=attachment.end_reason)
+            log.info("router detached", router=attachment.router_id, reason=attachment.end_reason)
             self._handler.detached(attachment, attachment.end_reason)
         await asyncio.gather(reader, return_exceptions=True)
 
@@ -179,4 +180,4 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
             case "heartbeat":
                 pass
             case other:
-                log.warning("router_message_ignored", router=attachment.router_id, kind=other)
+                log.warning("router message ignored", router=attachment.router_id, kind=other)

@@ -11,19 +11,13 @@ from hypothesis import strategies as st
 from decode_node import inbound_events as on
 from decode_node.inbound import TRANSITIONS, Awaited, Facts, Held, Inbound, Phase, handle, new_inbound
 from engine.port import FinishReason, RequestKey, TokenSampled
+from engine.request import FinishRules
 from foundation.ids import BlockId
 from kv_transfer.port import SettledToken
 
 EOS = 2
-FACTS = Facts(
-    prompt_length=40,
-    settled_length=3,
-    prefill_choices=2,
-    max_tokens=10,
-    max_model_len=1000,
-    block_size=16,
-    stop_token_ids=frozenset({EOS}),
-)
+RULES = FinishRules(prompt_length=40, max_length=50, min_tokens=0, stop_token_ids=frozenset({EOS}))
+FACTS = Facts(settled_length=3, prefill_choices=2, block_size=16, rules=RULES)
 HISTORY = FACTS.history_length
 BLOCKS = (BlockId(4), BlockId(7), BlockId(1))
 
@@ -201,7 +195,7 @@ def test_f01_the_proven_whole_blocks_are_kept_and_the_next_prefill_node_is_asked
 def test_f01_the_first_token_survives_its_prefill_node_and_is_not_drawn_again() -> None:
     state, effects = run(new_inbound(FACTS), SUBMITTED, WANTED, RESERVED, TOKEN, LOST)
     state, effects = run(state, on.FirstTokenArrived(2, SettledToken(78)))
-    assert effects == [on.CountDropped("first_token_already_set")]
+    assert effects == [on.CountDropped("duplicate")]
     state, effects = run(state, on.TransferEnded(2, "refused", 0))
     assert effects[-1] == on.StartEngine(32, 77)
     _, effects = run(state, sampled(HISTORY + 1))
@@ -211,7 +205,7 @@ def test_f01_the_first_token_survives_its_prefill_node_and_is_not_drawn_again() 
 def test_f37_a_first_token_after_local_recompute_began_is_dropped_and_counted() -> None:
     state, _ = run(new_inbound(replace(FACTS, prefill_choices=1)), SUBMITTED, LOST)
     after, effects = run(state, TOKEN)
-    assert (after, effects) == (state, [on.CountDropped("stale_first_token")])
+    assert (after, effects) == (state, [on.CountDropped("unknown_transfer")])
 
 
 def test_a_second_try_that_is_worse_loses_nothing_of_the_first() -> None:
@@ -256,8 +250,7 @@ def test_a_declined_first_token_leaves_the_last_position_to_the_engine() -> None
     ("facts", "token_id", "reason"),
     [
         (FACTS, EOS, FinishReason.STOP),
-        (replace(FACTS, max_tokens=4), 77, FinishReason.LENGTH),
-        (replace(FACTS, max_model_len=HISTORY + 1), 77, FinishReason.LENGTH),
+        (replace(FACTS, rules=replace(RULES, max_length=HISTORY + 1)), 77, FinishReason.LENGTH),
     ],
 )
 def test_f20_a_first_token_that_ends_the_request_ends_its_transfer_and_then_frees_its_blocks(
@@ -268,11 +261,6 @@ def test_f20_a_first_token_that_ends_the_request_ends_its_transfer_and_then_free
     assert effects[-2:] == [on.EmitToken(HISTORY, token_id, finish_reason=reason), on.EndTry(1, "done")]
     state, effects = run(state, on.TransferEnded(1, "done", 16))
     assert (state.phase, effects) == (Phase.ENDED, [on.ForgetInEngine()])
-
-
-def test_settled_tokens_count_towards_max_tokens() -> None:
-    assert FACTS.finish_reason(FACTS.prompt_length + 9, 77) is FinishReason.LENGTH
-    assert FACTS.finish_reason(FACTS.prompt_length + 8, 77) is None
 
 
 @pytest.mark.parametrize("phase", [Phase.ASKING, Phase.RESERVING, Phase.RECEIVING])

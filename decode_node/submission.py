@@ -1,0 +1,48 @@
+"""What a router's Submit must be before a decode node takes it, and what it is for the engine.
+
+Routers check what clients write; a node still lets nothing in that would break its engine for everybody.
+
+Must not know: streams, transfers.
+"""
+
+from __future__ import annotations
+
+import math
+
+from decant_proto.v1 import node_pb2
+
+from engine.port import Mode, RequestKey, Submit
+from node.wire import sampling_from_wire, unsupported_sampling
+
+MOST_PREFILL_CHOICES = 16
+LONGEST_REQUEST_ID = 256
+
+
+def refused_submission(message: node_pb2.Submit, vocabulary_size: int) -> str | None:
+    """Why this node will never serve it, as a name; None when it can be served."""
+    sampling = message.sampling
+    if not 0 < len(message.request_id) <= LONGEST_REQUEST_ID or message.attempt < 1:
+        return "invalid_request_id"
+    if not message.prompt_token_ids:
+        return "prompt_empty"
+    if max((*message.prompt_token_ids, *message.settled_token_ids)) >= vocabulary_size:
+        return "token_outside_vocabulary"
+    if len(message.prefill_choices) > MOST_PREFILL_CHOICES:
+        return "too_many_prefill_choices"
+    if sampling.max_tokens < 1:
+        return "invalid_max_tokens"
+    if not all(math.isfinite(value) and value >= 0 for value in (sampling.temperature, sampling.top_p, sampling.min_p)):
+        return "invalid_sampling"
+    unsupported = unsupported_sampling(sampling)
+    return None if unsupported is None else f"unsupported_{unsupported}"
+
+
+def start_engine_request(key: RequestKey, message: node_pb2.Submit, await_kv: bool) -> Submit:
+    return Submit(
+        key=key,
+        prompt=tuple(message.prompt_token_ids),
+        sampling=sampling_from_wire(message.sampling),
+        mode=Mode.AWAIT_KV if await_kv else Mode.GENERATE,
+        settled=tuple(message.settled_token_ids),
+        choice_index=message.choice_index,
+    )

@@ -1,0 +1,241 @@
+"""One node's life, whatever its role: start, announce, serve, drain, stop.
+
+Order of starting: the HTTP side answers while the model is loaded (live, not ready); routers hear of the node only when
+everything listens. On SIGTERM readiness is gone at once and new work is refused; work in flight ends; the process exits
+within `--drain-grace-s`. A background task or callback that fails is a bug and ends the process loudly: a router goes on
+with another node, and nobody meets a node that is half dead.
+
+Must not know: what a role does with a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import uvloop
+from decant_proto.v1 import node_pb2, node_pb2_grpc
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from engine.port import EngineEvent
+from foundation.ids import Incarnation, NodeId
+from foundation.log import configure, get_logger
+from foundation.metrics import NodeMetrics
+from foundation.registry_entry import NodeEntry
+from node.announcer import Announcer, open_registry
+from node.engine_feed import EngineFeed
+from node.engine_link import EngineLink
+from node.engine_setup import ReadyEngine, prepare_engine
+from node.grpc_endpoint import GrpcEndpoint
+from node.health import EngineProgress, Health
+from node.http_endpoint import HttpEndpoint
+from node.options import NodeOptions
+from node.router_stream import RequestHandler, RouterStreams
+from node.wire import entry_to_wire, fingerprint_to_wire
+
+TEARDOWN_S = 2.0
+"""Part of the drain grace that is kept for closing what listens."""
+
+STREAM_GRACE_S = 0.5
+"""For what was said last to reach routers and peers."""
+
+log = get_logger()
+
+
+class NodeService(RequestHandler, Protocol):
+    """A role's requests."""
+
+    draining: bool
+    idle: asyncio.Event
+
+    def drain(self) -> None: ...
+
+    def engine_events(self, events: Sequence[EngineEvent]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a role adds to a node. `start` is awaited when the control port is known to be free and before it listens."""
+
+    service: NodeService
+    start: Callable[[], Awaitable[None]]
+    stop: Callable[[], Awaitable[None]]
+    epoch: Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a role is assembled from."""
+
+    entry: NodeEntry
+    ready: ReadyEngine
+    engine: EngineLink
+    metrics: NodeMetrics
+    health: Health
+    endpoint: GrpcEndpoint
+
+
+Assemble = Callable[[NodeParts], Role]
+
+
+def run_node(options: NodeOptions, assemble: Assemble) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code is 0 after a drain, 1 after a failure. Raises StartError before it serves."""
+    incarnation = Incarnation(secrets.randbits(64) or 1)
+    configure(
+        options.log_level,
+        options.log_format,
+        role=options.role.value,
+        node=NodeId(options.node_id),
+        incarnation=incarnation,
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Host(options, incarnation).serve(assemble))
+
+
+class _Host:
+    def __init__(self, options: NodeOptions, incarnation: Incarnation) -> None:
+        self._options = options
+        self._entry = NodeEntry(NodeId(options.node_id), options.role, options.control_address, incarnation)
+        self._metrics = NodeMetrics()
+        self._feed: EngineFeed | None = None
+        self._state = "loading_model"
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def serve(self, assemble: Assemble) -> int:
+        loop = asyncio.get_running_loop()
+        self._stop_wanted = loop.create_future()
+        loop.set_exception_handler(self._callback_failed)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, None)
+        health = Health(loop.time)
+        health.add(lambda: self._state or None)
+        http = HttpEndpoint(health, self._exposition)
+        await http.start(self._options.host, self._options.http_port)
+        try:
+            return await self._serve_with_engine(health, assemble)
+        finally:
+            await http.stop()
+
+    async def _serve_with_engine(self, health: Health, assemble: Assemble) -> int:
+        loop = asyncio.get_running_loop()
+        ready = await asyncio.to_thread(prepare_engine, self._options)
+        engine = EngineLink(ready.engine, loop)
+        endpoint = GrpcEndpoint()
+        role = assemble(NodeParts(self._entry, ready, engine, self._metrics, health, endpoint))
+        feed = self._feed = EngineFeed(engine.status, self._metrics)
+        progress = EngineProgress(loop.time, max(self._options.silence_limit_s, 3 * ready.step_limit_s))
+        health.add(lambda: progress.observe(engine.status().steps, engine.status().has_work))
+
+        def status() -> node_pb2.NodeStatus:
+            problems = tuple(problem.name for problem in health.problems())
+            return feed.node_status(problems, role.service.draining, role.epoch())
+
+        streams = RouterStreams(role.service, self._hello(ready), status, self._options.heartbeat_s)
+
+        def events_arrived(events: Sequence[EngineEvent]) -> None:
+            feed.after_step()
+            role.service.engine_events(events)
+            if feed.load_changed():
+                streams.status_changed()
+            if (reason := engine.status().failed) is not None:
+                self._stop(RuntimeError(f"the engine failed: {reason}"))
+
+        engine.start(events_arrived)
+        endpoint.add(node_pb2_grpc.add_NodeServicer_to_server, streams, ["decant.v1.Node"])
+        try:
+            await role.start()
+            await endpoint.start(self._options.host, self._options.control_port)
+            return await self._serve_until_stopped(role, streams, endpoint, health)
+        finally:
+            await role.stop()
+            await endpoint.stop(STREAM_GRACE_S)
+            if not await engine.stop():
+                log.warning("the engine's last step did not end in time")
+
+    async def _serve_until_stopped(
+        self, role: Role, streams: RouterStreams, endpoint: GrpcEndpoint, health: Health
+    ) -> int:
+        announcer = Announcer(open_registry(self._options.registry), self._entry)
+        self._state = ""
+        announcing = self._background(announcer.run(), "announce")
+        self._background(streams.push_status(), "push status")
+        self._background(self._publish_readiness(endpoint, health), "publish readiness")
+        log.info("serving", control_address=self._entry.control_address)
+        try:
+            failure: BaseException | None = await self._stop_wanted
+            if failure is not None:
+                log.critical("stopped by a failure", exc_info=failure)
+                streams.close("node_failed")
+                return 1
+            announcing.cancel()
+            self._state = "draining"
+            role.service.drain()
+            streams.status_changed()
+            await endpoint.set_ready(False)
+            await self._drain(role, announcer)
+            streams.close("drained")
+            return 0
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await announcer.close()
+
+    async def _drain(self, role: Role, announcer: Announcer) -> None:
+        grace_s = max(0.0, self._options.drain_grace_s - TEARDOWN_S)
+        log.info("draining", grace_s=grace_s)
+        try:
+            async with asyncio.timeout(grace_s):
+                await announcer.withdraw()
+                await role.service.idle.wait()
+        except TimeoutError:
+            log.warning("drain grace is over, work in flight is given up")
+        else:
+            log.info("drained")
+
+    async def _publish_readiness(self, endpoint: GrpcEndpoint, health: Health) -> None:
+        while True:
+            await endpoint.set_ready(not health.problems())
+            await asyncio.sleep(self._options.heartbeat_s)
+
+    def _hello(self, ready: ReadyEngine) -> node_pb2.NodeHello:
+        return node_pb2.NodeHello(
+            entry=entry_to_wire(self._entry),
+            fingerprint=fingerprint_to_wire(ready.parts.fingerprint),
+            model_id=ready.model_id,
+            max_model_len=ready.config.max_model_len,
+            block_size=ready.config.block_size,
+            step_limit_ms=round(ready.step_limit_s * 1000),
+        )
+
+    def _exposition(self) -> tuple[bytes, str]:
+        if self._feed is not None:
+            self._feed.before_exposition()
+        return self._metrics.exposition(), CONTENT_TYPE_LATEST
+
+    # Ends.
+
+    def _stop(self, failure: BaseException | None) -> None:
+        """The first call decides; a second signal during a drain changes nothing, SIGKILL is there for the impatient."""
+        if not self._stop_wanted.done():
+            self._stop_wanted.set_result(failure)
+
+    def _background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        task.add_done_callback(self._task_done)
+        self._tasks.append(task)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._stop(failure)
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback that raised (an engine event, a timer) is a bug of ours; other reports are logged."""
+        failure = context.get("exception")
+        log.error("event loop", problem=context.get("message"), exc_info=failure)
+        if "handle" in context and failure is not None:
+            self._stop(failure)

@@ -1,0 +1,177 @@
+"""Real prefill and decode nodes for tests: processes started with `python -m decant`, on free ports, stopped by pid."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+START_WITHIN_S = 60.0
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+@dataclass
+class NodeProcess:
+    name: str
+    process: subprocess.Popen[bytes]
+    control_port: int
+    http_port: int
+    log_path: Path
+    _log: IO[bytes] = field(repr=False)
+
+    @property
+    def control_address(self) -> str:
+        return f"127.0.0.1:{self.control_port}"
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as refused:
+            return refused.code, refused.read().decode()
+        except OSError:
+            return 0, ""
+
+    async def health(self) -> tuple[int, list[str]]:
+        status, body = await asyncio.to_thread(self.get, "/health")
+        return status, [reason["reason"] for reason in json.loads(body)["reasons"]] if body else []
+
+    async def metrics(self) -> Metrics:
+        status, body = await asyncio.to_thread(self.get, "/metrics")
+        assert status == 200, f"{self.name} gave no metrics: {self.log()[-3000:]}"
+        return Metrics(body)
+
+    def state(self) -> str:
+        """The kernel's letter for the process: R, S, T (stopped), Z (dead, not reaped)."""
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def exit_code(self, within_s: float) -> int:
+        async with asyncio.timeout(within_s):
+            return await asyncio.to_thread(self.process.wait, within_s)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        self._log.close()
+
+
+class Metrics:
+    def __init__(self, exposition: str) -> None:
+        self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for family in text_string_to_metric_families(exposition):
+            for sample in family.samples:
+                self._values[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
+
+    def value(self, name: str, **labels: str) -> float:
+        return self._values[f"decant_{name}", tuple(sorted(labels.items()))]
+
+    def nonzero(self, name: str) -> dict[str, float]:
+        """label value -> amount, of a metric with one label."""
+        found = {key: value for key, value in self._values.items() if key[0] == f"decant_{name}" and value}
+        return {labels[0][1]: value for (_, labels), value in found.items()}
+
+    def blocks(self) -> dict[str, float]:
+        return {state: self.value("kv_blocks", state=state) for state in ("free", "cached", "in_use")}
+
+
+def start_node(
+    role: str, folder: Path, model: Path, key_file: Path, *options: str, environment: dict[str, str] | None = None
+) -> NodeProcess:
+    """`role` is prefill or decode. No registry answers: a node serves without one."""
+    control_port, data_port, http_port, registry_port = free_ports(4)
+    name = f"{role}-{control_port}"
+    log_path = folder / f"{name}.log"
+    log = log_path.open("wb")
+    arguments = {
+        "model": model,
+        "node-id": name,
+        "control-port": control_port,
+        "data-port": data_port,
+        "http-port": http_port,
+        "registry": f"127.0.0.1:{registry_port}",
+        "key-file": key_file,
+        "log-format": "json",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "decant",
+        role,
+        *(f"--{key}={value}" for key, value in arguments.items()),
+        *options,
+    ]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DECANT_")}
+    process = subprocess.Popen(
+        command,
+        stdout=log,
+        stderr=log,
+        stdin=subprocess.DEVNULL,
+        env=inherited | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+    )
+    return NodeProcess(name, process, control_port, http_port, log_path, log)
+
+
+async def until_ready(*nodes: NodeProcess) -> None:
+    async with asyncio.timeout(START_WITHIN_S):
+        for node in nodes:
+            while (await node.health())[0] != 200:
+                assert node.process.poll() is None, f"{node.name} ended while starting:\n{node.log()[-4000:]}"
+                await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def running(*nodes: NodeProcess) -> AsyncIterator[tuple[NodeProcess, ...]]:
+    try:
+        await until_ready(*nodes)
+        yield nodes
+    finally:
+        for node in nodes:
+            node.end()
+
+
+async def eventually(fact: Any, within_s: float, what: str) -> None:
+    """Wait until `await fact()` is true; fails by name."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not await fact():  # noqa: ASYNC110 (what is waited for lies in another process)
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"not within {within_s} s: {what}") from None
+
+
+async def all_blocks_are_back(node: NodeProcess, total: int, within_s: float = 5.0) -> None:
+    async def back() -> bool:
+        blocks = (await node.metrics()).blocks()
+        return blocks["in_use"] == 0 and blocks["free"] + blocks["cached"] == total
+
+    await eventually(back, within_s, f"free + cached = {total} on {node.name}")

@@ -1,0 +1,251 @@
+"""A decode node alone: a real process, a test client in the router's place."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from decant_proto.v1 import types_pb2
+from pd_golden import Golden, toy_answer, toy_prompt
+from pd_nodes import NodeProcess, all_blocks_are_back, eventually, free_ports, start_node, until_ready
+from pd_router_client import RouterClient, attached, greedy, new_request_id
+
+from engine.model.toy import TOY_VOCABULARY_SIZE, write_toy_folder
+from foundation.keys import draw_master_keys, write_key_file
+
+pytestmark = pytest.mark.sockets
+
+BLOCKS = 256
+SMALL = (f"--num-gpu-blocks-override={BLOCKS}", "--max-num-seqs=8", "--max-num-batched-tokens=64")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("decode")
+    write_toy_folder(folder / "toy")
+    write_key_file(folder / "key", draw_master_keys())
+    return folder
+
+
+def start_toy(folder: Path, *options: str) -> NodeProcess:
+    return start_node("decode", folder, folder / "toy", folder / "key", *SMALL, *options)
+
+
+@pytest.fixture(scope="module")
+def node(folder: Path) -> Iterator[NodeProcess]:
+    node = start_toy(folder)
+    try:
+        asyncio.run(until_ready(node))
+        yield node
+    finally:
+        node.end()
+
+
+@pytest_asyncio.fixture
+async def router(node: NodeProcess) -> AsyncIterator[RouterClient]:
+    async with attached(node.control_address) as router:
+        yield router
+    await all_blocks_are_back(node, BLOCKS)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 300])
+async def test_f19_tokens_of_the_toy_equal_its_arithmetic_cold_and_cached(router: RouterClient, length: int) -> None:
+    prompt = toy_prompt(length, seed=length)
+    expected = toy_answer(prompt, 6)
+    for cached in (0, (length - 1) // 16 * 16):
+        answer = await router.submit(prompt, greedy(6)).end(20)
+        assert answer.tokens == expected
+        assert answer.finish_reason == types_pb2.FINISH_REASON_LENGTH
+        assert answer.account is not None
+        assert (answer.account.cached, answer.account.computed) == (cached, length - cached)
+
+
+async def test_many_requests_at_once_are_each_answered_with_their_own_tokens(router: RouterClient) -> None:
+    prompts = [toy_prompt(5 + 7 * number, seed=1000 + number) for number in range(20)]
+    answers = [router.submit(prompt, greedy(12)) for prompt in prompts]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert (await answer.end(30)).tokens == toy_answer(prompt, 12)
+
+
+async def test_f05_settled_tokens_are_history_and_are_not_drawn_again(router: RouterClient) -> None:
+    prompt = toy_prompt(40, seed=1)
+    whole = toy_answer(prompt, 10)
+    answer = await router.submit(prompt, greedy(10), settled=whole[:4], attempt=2).end(20)
+    assert answer.tokens == whole[4:]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_f20_max_tokens_ends_the_answer(router: RouterClient, max_tokens: int) -> None:
+    answer = await router.submit(toy_prompt(20, seed=2), greedy(max_tokens)).end(20)
+    assert len(answer.tokens) == max_tokens
+
+
+async def test_f20_a_stop_token_ends_the_answer_and_is_its_last(router: RouterClient) -> None:
+    prompt = toy_prompt(20, seed=3)
+    whole = toy_answer(prompt, 8)
+    answer = await router.submit(prompt, greedy(8, stop_token_ids=[whole[3]])).end(20)
+    assert answer.tokens == whole[: whole.index(whole[3]) + 1]
+    assert answer.finish_reason == types_pb2.FINISH_REASON_STOP
+
+
+async def test_logprobs_come_with_the_tokens(router: RouterClient) -> None:
+    answer = await router.submit(toy_prompt(20, seed=4), greedy(3, logprobs=2)).end(20)
+    assert all(logprob is not None and logprob <= 0 for logprob in answer.logprobs)
+
+
+async def test_f10_a_cancelled_request_ends_and_frees_its_blocks_within_a_second(
+    node: NodeProcess, router: RouterClient
+) -> None:
+    request_id = new_request_id()
+    answer = router.submit(toy_prompt(100, seed=5), greedy(3000), request_id=request_id)
+    await answer.has_tokens(3)
+    router.cancel(request_id)
+    await answer.end(1)
+    assert answer.finish_reason == types_pb2.FINISH_REASON_CANCELLED
+    await all_blocks_are_back(node, BLOCKS, within_s=1)
+
+
+async def test_f36_a_higher_attempt_supersedes_the_lower_and_the_lower_is_refused_afterwards(
+    router: RouterClient,
+) -> None:
+    request_id, prompt = new_request_id(), toy_prompt(30, seed=6)
+    old = router.submit(prompt, greedy(3000), request_id=request_id, attempt=1)
+    await old.has_tokens(2)
+    new = router.submit(prompt, greedy(5), request_id=request_id, attempt=2, settled=old.tokens[:2])
+    await old.end(2)
+    assert old.finish_reason == types_pb2.FINISH_REASON_CANCELLED
+    assert [*old.tokens[:2], *(await new.end(20)).tokens] == toy_answer(prompt, 5)
+
+
+async def test_f36_a_router_that_is_gone_takes_its_requests_with_it(node: NodeProcess) -> None:
+    async with attached(node.control_address, "leaving") as leaving:
+        await leaving.submit(toy_prompt(100, seed=7), greedy(3000)).has_tokens(2)
+    await all_blocks_are_back(node, BLOCKS, within_s=1)
+
+
+async def test_the_deadline_ends_a_request_by_name(router: RouterClient) -> None:
+    answer = await router.submit(toy_prompt(10, seed=8), greedy(3000), deadline_ms=150).end(3)
+    assert (answer.finish_reason, answer.failure) == (types_pb2.FINISH_REASON_FAILED, "deadline")
+    assert not answer.retryable
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "reason"),
+    [
+        ([], greedy(4), "prompt_empty"),
+        ([TOY_VOCABULARY_SIZE], greedy(4), "token_outside_vocabulary"),
+        ([1], greedy(0), "invalid_max_tokens"),
+        ([1], types_pb2.SamplingParameters(temperature=float("nan"), max_tokens=4), "invalid_sampling"),
+        ([1], types_pb2.SamplingParameters(max_tokens=4, presence_penalty=1.0), "unsupported_presence_penalty"),
+        ([1] * 4096, greedy(4), "prompt_too_long"),
+    ],
+)
+async def test_what_can_never_be_served_is_refused_by_name_and_for_good(
+    router: RouterClient, prompt: list[int], sampling: types_pb2.SamplingParameters, reason: str
+) -> None:
+    answer = await router.submit(prompt, sampling).end(10)
+    assert (answer.failure, answer.retryable) == (reason, False)
+
+
+async def test_beyond_its_limit_a_node_refuses_with_a_retry_hint(node: NodeProcess, router: RouterClient) -> None:
+    answers = [router.submit(toy_prompt(8, seed=number), greedy(400)) for number in range(100)]
+    ended = [await answer.end(60) for answer in answers]
+    refused = [answer for answer in ended if answer.failure == "overloaded"]
+    assert len(refused) == 100 - 8 * 8
+    assert all(answer.retryable and answer.retry_after_ms > 0 for answer in refused)
+    assert all(len(answer.tokens) == 400 for answer in ended if not answer.failure)
+
+
+async def test_metrics_count_what_was_served(node: NodeProcess, router: RouterClient) -> None:
+    before = await node.metrics()
+    await router.submit(toy_prompt(33, seed=9), greedy(5)).end(20)
+    after = await node.metrics()
+
+    def grown(name: str, **labels: str) -> float:
+        return after.value(name, **labels) - before.value(name, **labels)
+
+    assert grown("prompt_tokens_total") == 33
+    assert grown("generation_tokens_total") == 5
+    assert grown("local_prefill_total", reason="no_prefill_node") == 1
+    assert grown("request_success_total", reason="length") == 1
+    assert grown("time_to_first_token_seconds_count") == 1
+    assert grown("inter_token_latency_seconds_count") == 4
+
+
+async def test_f23_a_drained_node_refuses_new_work_ends_what_runs_and_exits_cleanly(folder: Path) -> None:
+    node = start_toy(folder)
+    try:
+        await until_ready(node)
+        async with attached(node.control_address) as router:
+            running = router.submit(prompt := toy_prompt(50, seed=10), greedy(700))
+            await running.has_tokens(2)
+            node.send(signal.SIGTERM)
+
+            async def draining() -> bool:
+                return (await node.health()) == (503, ["draining"])
+
+            await eventually(draining, 2, "readiness is 503 and says draining")
+            assert (await asyncio.to_thread(node.get, "/live"))[0] == 200
+            refused = await router.submit([1, 2, 3], greedy(4)).end(2)
+            assert (refused.failure, refused.retryable) == ("draining", True)
+            assert refused.retry_after_ms > 0
+
+            async def routers_know() -> bool:
+                return router.status.draining
+
+            await eventually(routers_know, 1, "the router was told")
+            assert not running.ended.is_set()
+            assert (await running.end(30)).tokens == toy_answer(prompt, 700)
+            assert await node.exit_code(5) == 0
+    finally:
+        node.end()
+
+
+async def test_f23_work_that_outlasts_the_grace_period_is_given_up(folder: Path) -> None:
+    node = start_toy(folder, "--drain-grace-s=3")
+    try:
+        await until_ready(node)
+        async with attached(node.control_address) as router:
+            running = router.submit(toy_prompt(50, seed=10), greedy(4000))
+            await running.has_tokens(2)
+            node.send(signal.SIGTERM)
+            assert await node.exit_code(3) == 0
+    finally:
+        node.end()
+
+
+@pytest.mark.parametrize("setting", ["control-port", "http-port", "data-port"])
+def test_f32_a_port_in_use_ends_the_start_and_names_the_setting(node: NodeProcess, folder: Path, setting: str) -> None:
+    ports = dict(zip(("control-port", "data-port", "http-port"), free_ports(3), strict=True))
+    ports[setting] = node.http_port
+    command = [sys.executable, "-m", "decant", "decode", f"--model={folder / 'toy'}", f"--key-file={folder / 'key'}"]
+    command += [f"--{name}={port}" for name, port in ports.items()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert f"--{setting}" in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.model
+async def test_the_real_models_tokens_equal_transformers(folder: Path, default_model: Path) -> None:
+    golden = Golden()
+    node = start_node(
+        "decode", folder, default_model, folder / "key", "--dtype=float32", "--kv-cache-memory-bytes=64MiB"
+    )
+    try:
+        await until_ready(node)
+        async with attached(node.control_address) as router:
+            names = ["plain-00", "plain-04", golden.of_length(16), golden.of_length(17), golden.of_length(33)]
+            answers = {name: router.submit(golden.prompt(name), greedy(8)) for name in names}
+            for name, answer in answers.items():
+                golden.compare(name, (await answer.end(60)).tokens)
+            total = (await node.metrics()).blocks()
+            await all_blocks_are_back(node, int(sum(total.values())))
+    finally:
+        node.end()
