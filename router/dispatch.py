@@ -366,6 +366,7 @@ def _sampling_message(sampling: Sampling) -> types_pb2.SamplingParameters:
 
 _SENTENCES = {
     "deadline": (RefusalKind.DEADLINE, "the request took longer than it may"),
+    "overloaded": (RefusalKind.OVERLOADED, "every decode node has as many requests as it takes"),
     "no_decode_node": (RefusalKind.UNAVAILABLE, "no decode node is connected to this router"),
     "context_too_short": (RefusalKind.INVALID, "no decode node that is up has a context long enough for this prompt"),
     "prompt_too_long": (RefusalKind.INVALID, "the prompt is longer than the decode node can hold"),

@@ -218,7 +218,7 @@ class Fleet:
         refusal = link.health.refusal(self._now())
         if refusal is None and link.hello is not None and self._tokenizer_fingerprint is not None:
             theirs = link.hello.fingerprint.tokenizer
-            if theirs and theirs != self._tokenizer_fingerprint:
+            if theirs != self._tokenizer_fingerprint:
                 return "node_has_another_tokenizer"
         return refusal
 

@@ -251,8 +251,15 @@ class Journey:
                 # Nobody here asked for it: the node's lease for this router lapsed, or the node is leaving.
                 return self._attempt_lost("cancelled_by_node")
             case Ending.FAILED:
-                reason = event.failure or "unnamed_failure"
-                return self._attempt_lost(reason) if event.retryable else self._fail(reason, retryable=False)
+                return self._failed(event.failure or "unnamed_failure", event.retryable)
+
+    def _failed(self, reason: str, retryable: bool) -> list[Effect]:
+        if not retryable:
+            return self._fail(reason, retryable=False)
+        if (self.node, reason) in self.lost:
+            # There was nowhere else to go, and asking the same node once more changes nothing.
+            return self._fail(reason, retryable=True)
+        return self._attempt_lost(reason)
 
     def _lost(self, event: AttemptLost) -> list[Effect]:
         if event.attempt != self.attempt:

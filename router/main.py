@@ -27,6 +27,7 @@ from foundation.errors import ConfigurationError
 from foundation.keys import MasterKeys, read_key_file
 from foundation.metrics import RouterMetrics
 from foundation.model_folder import resolve_model_folder, served_model_name
+from foundation.ports import require_free_port
 from foundation.registry_redis import RedisRegistry
 from router.clients import LARGEST_MESSAGE_BYTES, LinkTiming
 from router.dispatch import Dispatcher, Limits
@@ -41,6 +42,7 @@ from router.tokenizer import ModelText
 log = logs.get_logger()
 
 HEALTH_EVERY_S = 0.25
+HTTP_BACKLOG = 1024
 GRPC_STOP_S = 1.0
 
 
@@ -49,6 +51,7 @@ def run(options: RouterOptions) -> int:
     logs.configure(options.log_level, options.log_format, role="router")
     keys = read_master_keys(Path(options.key_file).expanduser())
     text = ModelText.from_folder(resolve_model_folder(options.model, options.revision))
+    require_free_port("--grpc-port", options.host, options.grpc_port)
     with listen("--http-port", options.host, options.http_port) as listener:
         return uvloop.run(_serve_until_signalled(options, keys, text, listener))
 
@@ -100,6 +103,7 @@ class Router:
             keys,
             LinkTiming(options.silence_limit_s, options.heartbeat_s),
             now,
+            text.fingerprint,
         )
         self.dispatcher = Dispatcher(self.fleet, text.decode, self.metrics, Limits(options.max_waiting_requests), now)
         self.intake = Intake(
@@ -188,18 +192,12 @@ def read_master_keys(path: Path) -> MasterKeys:
 
 def listen(setting: str, host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigurationError naming the setting."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigurationError("--host", f"{host!r} cannot be resolved: {error.strerror}") from None
+    require_free_port(setting, host, port)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise ConfigurationError(setting, f"cannot listen on {host}:{port}: {error.strerror}") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    listener.listen(HTTP_BACKLOG)
     return listener
 
 

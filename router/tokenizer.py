@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+import xxhash
 from tokenizers import Tokenizer
 
 from foundation.errors import ConfigurationError
@@ -43,14 +44,18 @@ class ModelText:
         special_tokens: Mapping[str, str] | None = None,
         sampling_defaults: SamplingDefaults | None = None,
         context_limit: int | None = None,
+        vocabulary_size: int | None = None,
+        fingerprint: str | None = None,
     ) -> None:
-        """Raises jinja2.TemplateSyntaxError when the template is none. `context_limit`: the model's own, if it names one."""
+        """Raises jinja2.TemplateSyntaxError when the template is none. `context_limit` and `vocabulary_size`: the model's own,
+        where it names them; `fingerprint`: of tokenizer.json, as nodes give it in theirs."""
         self._tokenizer = tokenizer
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = _environment().from_string(chat_template) if chat_template is not None else None
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.context_limit = context_limit
-        self.vocabulary_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocabulary_size: int = vocabulary_size or tokenizer.get_vocab_size(with_added_tokens=True)
+        self.fingerprint = fingerprint
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelText:
@@ -66,14 +71,15 @@ class ModelText:
         except Exception as error:  # the library raises nothing narrower
             raise ConfigurationError(SETTING, f"{file} is not a tokenizer: {error}") from None
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
-        context_limit = config.get("max_position_embeddings")
         try:
             return cls(
                 tokenizer,
                 _chat_template(folder, tokenizer_config),
                 _special_tokens(tokenizer_config),
                 _sampling_defaults(_read_json(folder / "generation_config.json")),
-                context_limit if isinstance(context_limit, int) else None,
+                _whole_number(config, "max_position_embeddings"),
+                _whole_number(config, "vocab_size"),
+                f"xxh3:{xxhash.xxh3_64_hexdigest(file.read_bytes())}",
             )
         except jinja2.TemplateSyntaxError as error:
             raise ConfigurationError(SETTING, f"the chat template of {folder} cannot be read: {error}") from None
@@ -101,6 +107,13 @@ class ModelText:
             return self._chat_template.render(messages=messages, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise ChatTemplateRefused(str(error)) from None
+
+
+def _whole_number(config: Mapping[str, Any], name: str) -> int | None:
+    """A number of the language model, which configs of models with several parts keep one level down."""
+    nested = config.get("text_config")
+    found = config.get(name, nested.get(name) if isinstance(nested, dict) else None)
+    return found if isinstance(found, int) else None
 
 
 def _environment() -> jinja2.Environment:

@@ -1,0 +1,109 @@
+"""A whole router in the test's own event loop, on free ports, with fake nodes announced to it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+from router_fake_node import FakeNode, running
+
+from foundation.keys import MasterKeys, draw_master_keys
+from router.main import Router, listen
+from router.options import RouterOptions
+from router.tokenizer import ModelText
+
+LEASE_S = 600.0
+SILENCE_LIMIT_S = 0.6
+HEARTBEAT_S = 0.05
+CONDITION_LIMIT_S = 10.0
+
+
+@dataclass
+class RouterUnderTest:
+    router: Router
+    url: str
+    grpc_address: str
+    keys: MasterKeys
+    http: aiohttp.ClientSession
+
+    @property
+    def model(self) -> str:
+        return self.router.intake.model_name
+
+    def openai(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """Status and JSON. `body`: an object, or raw bytes."""
+        sent = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.http.post(self.url + path, **sent) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.http.get(self.url + path) as response:
+            return response.status, await response.text()
+
+    async def metric(self, line: str) -> float:
+        """The value of one line of /metrics, named with its labels."""
+        _, text = await self.get("/metrics")
+        (value,) = [found.split()[-1] for found in text.splitlines() if found.rsplit(" ", 1)[0] == line]
+        return float(value)
+
+
+async def until(condition: Callable[[], Any], limit_s: float = CONDITION_LIMIT_S) -> None:
+    """Waits for a condition; fails when it does not come true in time."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + limit_s
+    while not condition():
+        assert loop.time() < deadline_s, f"not within {limit_s} s: {condition}"
+        await asyncio.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def router_with(
+    folder: Path, *nodes: FakeNode, wait_ready: bool = True, **options: Any
+) -> AsyncIterator[RouterUnderTest]:
+    """A router and these nodes, connected. The embedded registry is used unless `registry` is given."""
+    keys = draw_master_keys()
+    text = ModelText.from_folder(folder)
+    for node in nodes:
+        node.tokenizer = node.tokenizer or (text.fingerprint or "")
+    port, grpc_port = free_port(), free_port()
+    settings = RouterOptions(
+        **{
+            "model": str(folder),
+            "key_file": "unused",
+            "http_port": port,
+            "grpc_port": grpc_port,
+            "silence_limit_s": SILENCE_LIMIT_S,
+            "heartbeat_s": HEARTBEAT_S,
+            **options,
+        }
+    )
+    async with running(*nodes), aiohttp.ClientSession() as http:
+        router = Router(settings, keys, text)
+        await router.start(listen("--http-port", "127.0.0.1", port))
+        try:
+            if router.embedded is not None:
+                for node in nodes:
+                    await router.embedded.announce(node.entry, LEASE_S)
+            if wait_ready and nodes:
+                await until(lambda: sum(router.fleet.connected_by_role().values()) == len(nodes))
+                await until(lambda: not router.fleet.not_ready_reasons())
+            yield RouterUnderTest(router, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", keys, http)
+        finally:
+            await router.close()
