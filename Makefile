@@ -27,7 +27,7 @@ TORCH_VERSION := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PROTOS := $(wildcard proto/decant_proto/v1/*.proto)
 ROOMS := foundation engine kv_transfer node prefill_node decode_node router decant bench tests
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 up: install
 	@exec $(BIN)/decant up $(if $(MODEL),--model '$(MODEL)') $(ARGS)

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from decant.default_model import default_model_folder, is_converted
-from decant.local_cluster import LocalCluster, Request, read_request
+from decant.local_cluster import TOY_MODEL, LocalCluster, Request, read_request
 from decant.processes import require_node_ports, require_router_ports
 from foundation.errors import ConfigurationError, StartError
 from foundation.model_folder import resolve_model_folder
@@ -147,6 +147,8 @@ def _model(request: Request) -> tuple[Path | None, Finding]:
         if is_converted(folder):
             return folder, Finding(Grade.OK, "model", f"default model in {folder}")
         return None, Finding(Grade.NOTE, "model", "default model is not converted yet; decant up does it once")
+    if request.model == TOY_MODEL:
+        return None, Finding(Grade.OK, "model", "toy, which needs no files")
     try:
         folder = resolve_model_folder(request.model, request.revision)
     except StartError as error:

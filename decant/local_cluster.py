@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from node.options import DecodeOptions, NodeOptions, PrefillOptions
 from router.options import EMBEDDED, RouterOptions
 
 LOOPBACK = "127.0.0.1"
+TOY_MODEL = "toy"
 DECIDED_HERE = frozenset({"registry", "key_file", "node_id", "advertise_address", "control_port", "data_port"})
 NOT_FOR_NODES = frozenset({"host", "http_port"})
 """With `decant up` these are the router's; nodes listen on loopback, on the ports of their index."""
@@ -34,7 +36,7 @@ NOT_FOR_NODES = frozenset({"host", "http_port"})
 class LocalOptions(Options):
     """What means something else for a whole cluster than for one process."""
 
-    model: str | None = option(None, "Hugging Face model folder, or hub id (default: SmolLM2-135M-Instruct)")
+    model: str | None = option(None, "Hugging Face model folder, hub id, or toy (default: SmolLM2-135M-Instruct)")
     node_index: int = option(0, "index of the prefill node; the decode node has the next one", minimum=0, maximum=4999)
 
 
@@ -119,12 +121,29 @@ def read_request(arguments: Sequence[str], environment: Mapping[str, str], progr
 
 
 def find_model(request: Request) -> Path:
-    """The folder to serve: the one asked for, or the default model, converted now if the cache lacks it."""
+    """The folder to serve: the one asked for, or the default model, converted now if the cache lacks it.
+
+    The model `toy` has no weights: its next token is a hash of all KV of its context, so that one wrong byte changes the text.
+    """
+    if request.model == TOY_MODEL:
+        return _toy_folder()
     if request.model is not None:
         return resolve_model_folder(request.model, request.revision)
     if not is_converted(default_model_folder()):
         sys.stderr.write("decant: preparing the default model, once\n")
     return ensure_default_model()
+
+
+def _toy_folder() -> Path:
+    from engine.model.toy import write_toy_folder  # imports torch
+
+    models = default_model_folder().parent
+    models.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=models, prefix=".toy-") as scratch:
+        made, folder = write_toy_folder(Path(scratch) / TOY_MODEL), models / TOY_MODEL
+        if not folder.exists():
+            made.rename(folder)
+    return folder
 
 
 def child_environment(environment: Mapping[str, str], node_count: int) -> dict[str, str]:

@@ -21,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -40,12 +40,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class ChildPlan:
-    """How to run one child, and the URL that answers 200 once it is ready."""
+    """How to run one child, and the URL that answers 200, with a body that `is_ready` accepts, once it is ready."""
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
     health_url: str
+    is_ready: Callable[[bytes], bool] = lambda body: True
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Supervisor:
                 code = child.process.poll()
                 if code is not None:
                     raise _start_failure(child.plan.name, code)
-                child.ready = child.ready or _answers(child.plan.health_url)
+                child.ready = child.ready or _is_ready(child.plan)
             if time.monotonic() > deadline_s:
                 late = ", ".join(child.plan.name for child in self._children if not child.ready)
                 raise SetupError(f"not ready within {limit_s:.0f} s: {late}")
@@ -152,10 +153,10 @@ def _spawn(plan: ChildPlan) -> subprocess.Popen[bytes]:
     )
 
 
-def _answers(url: str) -> bool:
+def _is_ready(plan: ChildPlan) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S) as answer:
-            return bool(answer.status == 200)
+        with urllib.request.urlopen(plan.health_url, timeout=PROBE_TIMEOUT_S) as answer:
+            return answer.status == 200 and plan.is_ready(answer.read())
     except (urllib.error.URLError, OSError):
         return False
 

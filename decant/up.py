@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from decant.local_cluster import LocalCluster, child_environment, find_model, health_url, read_request
@@ -17,6 +17,8 @@ from decant.supervisor import ChildPlan, Interrupted, Supervisor
 from foundation.config import to_arguments
 from foundation.errors import StartError
 from foundation.keys import draw_master_keys, write_key_file
+from node.options import NodeOptions
+from router.options import RouterOptions
 
 START_LIMIT_S = 300.0
 """For loading weights and warming up; downloads and conversion are done before."""
@@ -57,11 +59,28 @@ def _serve(cluster: LocalCluster, model: Path, environment: Mapping[str, str]) -
 
 def _plans(cluster: LocalCluster, environment: Mapping[str, str]) -> list[ChildPlan]:
     inherited = child_environment(environment, node_count=2)
-    named = (("router", cluster.router), ("prefill", cluster.prefill), ("decode", cluster.decode))
+
+    def plan(
+        name: str, options: RouterOptions | NodeOptions, is_ready: Callable[[bytes], bool] = _any_body
+    ) -> ChildPlan:
+        command = [sys.executable, "-m", "decant", name, *to_arguments(options)]
+        return ChildPlan(name, command, inherited, health_url(options), is_ready)
+
     return [
-        ChildPlan(name, [sys.executable, "-m", "decant", name, *to_arguments(options)], inherited, health_url(options))
-        for name, options in named
+        plan("router", cluster.router, knows_both_nodes),
+        plan("prefill", cluster.prefill),
+        plan("decode", cluster.decode),
     ]
+
+
+def _any_body(_body: bytes) -> bool:
+    return True
+
+
+def knows_both_nodes(health_body: bytes) -> bool:
+    """Whether a router's /health says that it would give work to a prefill and to a decode node."""
+    nodes = json.loads(health_body)["nodes"]
+    return {node["role"] for node in nodes if node["refusal"] is None} == {"prefill", "decode"}
 
 
 def _ready_message(cluster: LocalCluster, model: Path) -> str:

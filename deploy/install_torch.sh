@@ -5,7 +5,7 @@
 # torch is in no lock file: which build is right depends on the machine, and PyPI's own one brings gigabytes of CUDA.
 set -euo pipefail
 python=$1 build=$2 version=$3 cpu_index=$4
-install=("$python" -m pip install --quiet --disable-pip-version-check)
+install=("$python" -m pip install -qq --disable-pip-version-check)
 
 case $build in
   auto) if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then build=cuda; else build=cpu; fi ;;
