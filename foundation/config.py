@@ -29,8 +29,8 @@ import yaml
 from foundation.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "DECANT_"
-ALWAYS_KNOWN_VARIABLES = frozenset({"DECANT_CACHE", "DECANT_CONFIG"})
-"""Variables that are no option of any process: the cache folder, and the environment's way to say --config."""
+ALWAYS_KNOWN_VARIABLES = frozenset({"DECANT_CACHE", "DECANT_CONFIG", "DECANT_TEST_FAULTS"})
+"""No option of any process: the cache folder, the way to say --config, and the faults that --enable-test-faults obeys."""
 
 DEFAULT_ORIGIN = "default"
 
