@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from foundation.ids import CreditNumber, NodeId, SessionNonce, SlotIndex, TransferId
+from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.port import SettledToken
 from kv_transfer.protocol.messages import Ask, Envelope
-from kv_transfer.plan.parcels import ParcelName
 
 # --- the pair -----------------------------------------------------------------------------------------------------
 

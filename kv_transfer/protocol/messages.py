@@ -14,8 +14,8 @@ from typing import TypeAlias
 from foundation.fingerprint import Fingerprint
 from foundation.ids import CreditNumber, Incarnation, NodeId, SessionNonce, TransferId
 from foundation.kv_layout import KvLayout
-from kv_transfer.port import SettledToken
 from kv_transfer.plan.parcels import ParcelName
+from kv_transfer.port import SettledToken
 
 # --- about the pair -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,181 @@
+"""P's half of one transfer: its states, its table, and what it knows.
+
+    QUEUED -> RESERVED -> SENDING -> SEALED -> RELEASED
+    QUEUED | RESERVED | SENDING | SEALED -> ENDING -> RELEASED
+
+The node owns the blocks; the transfer pins them from RESERVED until the node has been told `released`, which is never
+before the last open gather has finished. RELEASED is never stored. ENDING lasts until D has answered `Drained` with `Gone`:
+until then P is the only one who knows which credits were used, and a broken stream must not lose that.
+
+Must not know: sending slots, peers, other transfers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from foundation.ids import CreditNumber, NodeId, SessionNonce, TransferId
+from kv_transfer.plan.parcels import ParcelName
+from kv_transfer.protocol.events import (
+    Computed,
+    LeaseExpired,
+    PrefillFailed,
+    PrefillRefused,
+    PrefillReserved,
+    SendRefused,
+    Stalled,
+    TokenSampled,
+)
+from kv_transfer.protocol.messages import (
+    Abort,
+    Ask,
+    Committed,
+    Credit,
+    Credits,
+    FirstToken,
+    Gone,
+    Sealed,
+    SealedParcel,
+    SyncedTransfer,
+)
+from kv_transfer.protocol.table import Table
+
+
+class PrefillState(Enum):
+    QUEUED = auto()
+    RESERVED = auto()
+    SENDING = auto()
+    SEALED = auto()
+    RELEASED = auto()
+    ENDING = auto()
+
+
+class ParcelGathered:
+    """A parcel lies in its sending slot and is handed to the transport."""
+
+
+class GatherRefused:
+    """The source blocks were not this transfer's any more."""
+
+
+class AllSent:
+    """Every parcel has been handed to the transport, and the first token is known."""
+
+
+class BadCredits:
+    """Credits that do not fit P's own cut."""
+
+
+class Superseded:
+    """A higher attempt, or a later try, of the same request has come."""
+
+
+class SessionOver:
+    """No message of this session will come any more."""
+
+
+class Settled:
+    """The node has been told, and D has forgotten the transfer."""
+
+
+_S = PrefillState
+_LIVE = (_S.QUEUED, _S.RESERVED, _S.SENDING, _S.SEALED)
+
+PREFILL_TRANSITIONS: dict[tuple[PrefillState, type], PrefillState] = {
+    (_S.QUEUED, PrefillReserved): _S.RESERVED,
+    (_S.QUEUED, PrefillRefused): _S.RELEASED,
+    (_S.RESERVED, Credits): _S.SENDING,
+    (_S.SENDING, Credits): _S.SENDING,
+    (_S.SENDING, ParcelGathered): _S.SENDING,
+    (_S.SENDING, AllSent): _S.SEALED,
+    (_S.SEALED, Committed): _S.RELEASED,
+    (_S.ENDING, Committed): _S.RELEASED,
+    (_S.ENDING, Gone): _S.ENDING,
+    (_S.ENDING, Abort): _S.ENDING,
+    (_S.ENDING, SessionOver): _S.ENDING,
+    (_S.ENDING, SendRefused): _S.ENDING,
+    (_S.ENDING, Settled): _S.RELEASED,
+    (_S.SENDING, GatherRefused): _S.ENDING,
+    (_S.SENDING, BadCredits): _S.ENDING,
+    (_S.RESERVED, BadCredits): _S.ENDING,
+    (_S.SENDING, SendRefused): _S.ENDING,
+    (_S.SEALED, SendRefused): _S.ENDING,
+    (_S.RESERVED, Stalled): _S.ENDING,
+    (_S.SENDING, Stalled): _S.ENDING,
+    **{(state, same): state for state in (_S.RESERVED, _S.SENDING) for same in (Computed, TokenSampled)},
+    **{(state, PrefillFailed): _S.ENDING for state in (_S.QUEUED, _S.RESERVED, _S.SENDING)},
+    **{
+        (state, ending): _S.ENDING for state in _LIVE for ending in (Abort, Gone, LeaseExpired, Superseded, SessionOver)
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTransfer:
+    """`credits[i]` carries `parcels[i]`; the first `gathering` of them have been given a sending slot. `digests` maps parcel
+    index to digest, `used` are the credits handed to the transport. `renewals` counts lease renewals (deadlines only)."""
+
+    ask: Ask
+    peer: NodeId
+    session: int
+    turn: int
+    state: PrefillState = PrefillState.QUEUED
+    computed_positions: int = 0
+    expected_positions: int = 0
+    from_position: int = 0
+    slot_bytes: int = 0
+    nonce: SessionNonce | None = None
+    parcels: tuple[ParcelName, ...] = ()
+    credits: tuple[Credit, ...] = ()
+    gathering: int = 0
+    digests: Table[int, int] = field(default_factory=Table)
+    used: frozenset[CreditNumber] = frozenset()
+    first_token: FirstToken | None = None
+    sealed: bool = False
+    end_reason: str = ""
+    acknowledged: bool = False
+    reported: bool = False
+    renewals: int = field(default=0, compare=False)
+
+    @property
+    def id(self) -> TransferId:
+        return self.ask.transfer
+
+    @property
+    def history_positions(self) -> int:
+        """Length of prompt and settled tokens, and so the position of the first token."""
+        return len(self.ask.prompt) + len(self.ask.settled)
+
+    @property
+    def next_is_ready(self) -> bool:
+        """The next parcel in order has its credit, and its KV is computed."""
+        return (
+            self.state is PrefillState.SENDING
+            and self.gathering < len(self.credits)
+            and self.parcels[self.gathering].end_position <= self.computed_positions
+        )
+
+    @property
+    def all_sent(self) -> bool:
+        return (
+            self.state is PrefillState.SENDING
+            and self.first_token is not None
+            and len(self.digests) == len(self.parcels)
+        )
+
+    def accepts(self, step: type) -> bool:
+        return (self.state, step) in PREFILL_TRANSITIONS
+
+    def take(self, step: type) -> PrefillTransfer:
+        assert self.accepts(step), f"transfer {self.id} is {self.state.name} and cannot take {step.__name__}"
+        return replace(self, state=PREFILL_TRANSITIONS[self.state, step])
+
+    def manifest(self) -> tuple[SealedParcel, ...]:
+        return tuple(SealedParcel(name, self.digests[index]) for index, name in enumerate(self.parcels))
+
+    def sealed_message(self, digest_of_all: int) -> Sealed:
+        return Sealed(self.id, self.manifest(), digest_of_all)
+
+    def synced(self) -> SyncedTransfer:
+        return SyncedTransfer(self.id, self.state.name, len(self.credits), self.sealed, self.first_token is not None)
