@@ -81,7 +81,7 @@ class ReceiveCancelled:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
-    """Ended without a message. Not a fence: bytes may still land until the session is fenced, except after `truncated`."""
+    """Ended without a message. No fence: bytes may land until the session is fenced, except after `message_truncated`."""
 
     tag: Tag
     reason: str
@@ -148,7 +148,7 @@ class DataSession(Protocol):
 
     def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
         """Take the message with this tag into `buffer`, whose size is the longest that is accepted (a longer one ends as
-        `truncated`)."""
+        `message_truncated`)."""
 
     def cancel_unused(self, tag: Tag) -> None:
         """Withdraw a receive that is known never to be used; `done` gets `ReceiveCancelled`, or `Landed` after all.
@@ -177,7 +177,7 @@ class Transport(Protocol):
 
     @property
     def stray_messages(self) -> int:
-        """Messages that nobody had posted for and that were dropped, since the start."""
+        """Messages for a session that nobody had posted for and that were dropped when it closed, since the start."""
 
     async def listen(self, host: str, port: int) -> str:
         """Accept sessions at host:port (0: any free port); the address that was taken. Raises TransportError

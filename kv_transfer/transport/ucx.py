@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from kv_transfer.transport.base import (
+    NUMBER_BITS,
     Bytes,
     CloseOutcome,
     DataSession,
@@ -54,6 +55,7 @@ from kv_transfer.transport.ucx_worker import UcxEndpoint, UcxWorker
 
 HANDSHAKES_AT_ONCE = 64
 CLOSE_LIMIT_S = 5.0
+_NONCE_MASK = ((1 << 64) - 1) >> NUMBER_BITS << NUMBER_BITS
 
 Outcome = TypeVar("Outcome", ReceiveOutcome, SendOutcome)
 
@@ -71,12 +73,21 @@ class _Operation(Generic[Outcome]):
 class UcxSession:
     """See `base.DataSession`."""
 
-    def __init__(self, session: int, endpoint: UcxEndpoint, lifeline: Lifeline, lost: LostCallback) -> None:
+    def __init__(
+        self,
+        session: int,
+        endpoint: UcxEndpoint,
+        lifeline: Lifeline,
+        lost: LostCallback,
+        drop_strays: Callable[[frozenset[int]], None],
+    ) -> None:
         self.session = session
         self.lane = Lane("unknown", receiver_reads=False, close_fences_receives=False)
         self._endpoint = endpoint
         self._lifeline = lifeline
         self._lost: LostCallback | None = lost
+        self._drop_strays = drop_strays
+        self._nonces: set[int] = set()
         self._loop = asyncio.get_running_loop()
         self._receives: dict[Tag, _Operation[ReceiveOutcome]] = {}
         self._sends: dict[Tag, _Operation[SendOutcome]] = {}
@@ -92,6 +103,7 @@ class UcxSession:
     def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
         assert self._closing is None, f"session {self.session:#x} is closed"
         assert tag not in self._receives, f"tag {tag:#x} is posted already"
+        self._nonces.add(tag >> NUMBER_BITS)
         request = self._endpoint.tag_receive(tag, buffer)
         self._receives[tag] = _Operation(request, buffer, done)
         request.future.add_done_callback(partial(self._received, tag))
@@ -160,6 +172,7 @@ class UcxSession:
         self._watch.cancel()
         await asyncio.to_thread(self._endpoint.destroy)
         self._lifeline.close()
+        self._drop_strays(frozenset(self._nonces))
         self._settle()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._quiet.wait(), CLOSE_LIMIT_S)
@@ -252,7 +265,7 @@ class UcxTransport:
         except TransportError:
             lifeline.close()
             raise
-        session = UcxSession(call.session, endpoint, lifeline, lost)
+        session = UcxSession(call.session, endpoint, lifeline, lost, self._drop_stray_messages)
         self._sessions = {known for known in self._sessions if not known.closed} | {session}
         tags = (call.greeting_tag, call.greeting_tag | 1)
         try:
@@ -261,6 +274,10 @@ class UcxTransport:
             await session.close()
             raise
         return session
+
+    def _drop_stray_messages(self, nonces: frozenset[int]) -> None:
+        for nonce in nonces:
+            self.stray_messages += self._worker.drop_unexpected(nonce << NUMBER_BITS, _NONCE_MASK)
 
 
 def _resolve(future: asyncio.Future[Any], outcome: object) -> None:

@@ -15,11 +15,16 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from kv_transfer.transport.base import Bytes, TransportError
 
 _CLOSE_LIMIT_NS = 5 * 10**9
+_STRAYS_AT_ONCE = 1024
+_STRAY_LIMIT_BYTES = 64 * 1024
 
 
 class UcxEndpoint:
@@ -65,6 +70,7 @@ class UcxWorker:
 
         self._binding = binding
         self._loop = asyncio.get_running_loop()
+        self._strays: dict[int, tuple[Any, Bytes]] = {}
         try:
             self._context = binding.UCXContext({})
             self._worker = binding.UCXWorker(self._context, enable_delayed_submission=True, enable_python_future=True)
@@ -88,6 +94,28 @@ class UcxWorker:
         except self._binding.UCXError as error:
             raise TransportError("unreachable", f"no UCX lane to this peer: {error}") from error
         return UcxEndpoint(handle, self._binding)
+
+    def drop_unexpected(self, tag: int, mask: int) -> int:
+        """Take out small messages that nobody posted for and whose tag agrees with `tag` where `mask` has ones; how many.
+
+        Large ones hold no memory here and end with their endpoint.
+        """
+        binding = self._binding
+        where = binding.UCXXTag(tag), binding.UCXXTagMask(mask)
+        for dropped in range(_STRAYS_AT_ONCE):
+            found = self._worker.tag_probe(*where, False)
+            if not found.matched or found.length > _STRAY_LIMIT_BYTES:
+                return dropped
+            buffer = np.empty(max(found.length, 1), np.uint8)
+            request = self._worker.tag_recv_with_handle(_array(buffer), self._worker.tag_probe(*where, True))
+            # Held until it is done, as every request and buffer must be.
+            self._strays[id(request)] = request, buffer
+            request.future.add_done_callback(partial(self._stray_dropped, id(request)))
+        return _STRAYS_AT_ONCE
+
+    def _stray_dropped(self, key: int, future: asyncio.Future[Any]) -> None:
+        del self._strays[key]
+        future.cancelled() or future.exception()
 
     async def close(self) -> None:
         """Every endpoint must be destroyed before."""
