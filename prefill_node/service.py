@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from engine import port as engine_port
 from engine.config import EngineConfig
-from engine.port import Cancel, EngineEvent, EngineStatus, Mode, ReleaseKv, RequestKey, Submit
+from engine.port import Cancel, EngineEvent, Mode, ReleaseKv, RequestKey, Submit
 from foundation.ids import TransferId
 from foundation.log import get_logger
 from foundation.metrics import NodeMetrics
@@ -66,13 +66,11 @@ class PrefillService:
     def __init__(
         self,
         post: Callable[[engine_port.Command], None],
-        status: Callable[[], EngineStatus],
         config: EngineConfig,
         vocabulary_size: int,
         metrics: NodeMetrics,
     ) -> None:
         self._post = post
-        self._status = status
         self._config = config
         self._vocabulary_size = vocabulary_size
         self._metrics = metrics
