@@ -14,7 +14,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
-.PHONY: up test check fix proto lock bench-peer install install-dev
+.PHONY: up test check check-style check-types check-borders check-generated fix proto lock bench-peer install install-dev
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -35,11 +35,19 @@ up: install
 test: install-dev
 	@$(BIN)/python -m pytest $(ARGS)
 
-check: install-dev
+check: check-style check-types check-borders check-generated
+
+check-style: install-dev
 	$(BIN)/ruff check $(ROOMS)
 	$(BIN)/ruff format --check $(ROOMS)
+
+check-types: install-dev
 	$(BIN)/mypy $(ROOMS)
+
+check-borders: install-dev
 	$(BIN)/lint-imports
+
+check-generated: install-dev
 	@scratch=$$(mktemp -d); trap 'rm -r "$$scratch"' EXIT; $(call generate,$$scratch); \
 	diff -r -q -x __init__.py -x __pycache__ -x '*.proto' "$$scratch/decant_proto" proto/decant_proto \
 		|| { echo "generated code is not what proto/ says: make proto" >&2; exit 1; }
