@@ -43,25 +43,27 @@ class ControlClient:
         self._emit = emit
         self._refused = refused
         self._dial_limit_s = dial_limit_s
-        self._peers: dict[NodeId, _Dialled] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._dialled: dict[NodeId, _Dialled] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_dial_s: dict[NodeId, float] = {}
 
     def open(self, peer: NodeId, control_address: str) -> None:
-        assert peer not in self._peers, f"the stream to {peer} is opened twice"
-        dialled = self._peers[peer] = _Dialled()
-        dialled.task = watched(self._keep_up(peer, control_address, dialled))
-        self._ending.add(dialled.task)
-        dialled.task.add_done_callback(self._ending.discard)
+        """Dial until a stream stands, and carry it until it breaks: `StreamOpened`, then `StreamLost`."""
+        assert peer not in self._dialled, f"the stream to {peer} is opened twice"
+        dialled = self._dialled[peer] = _Dialled()
+        dialled.task = watched(self._dial(peer, control_address, dialled))
+        self._tasks.add(dialled.task)
+        dialled.task.add_done_callback(self._tasks.discard)
 
     def send(self, peer: NodeId, envelope: Envelope) -> None:
         """Nothing is sent while no stream stands: the protocol says it again when one does."""
-        dialled = self._peers.get(peer)
+        dialled = self._dialled.get(peer)
         if dialled is not None and dialled.stream is not None:
             dialled.stream.send(write_envelope(envelope))
 
     def close(self, peer: NodeId) -> None:
         """End the stream after what was sent before, or stop dialling; no event of it follows."""
-        dialled = self._peers.pop(peer, None)
+        dialled = self._dialled.pop(peer, None)
         if dialled is None:
             return
         dialled.closing = True
@@ -71,26 +73,35 @@ class ControlClient:
             dialled.task.cancel()
 
     async def close_all(self) -> None:
-        for peer in list(self._peers):
+        for peer in list(self._dialled):
             self.close(peer)
-        if self._ending:
-            await asyncio.wait(set(self._ending))
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
 
-    async def _keep_up(self, peer: NodeId, control_address: str, dialled: _Dialled) -> None:
+    async def _dial(self, peer: NodeId, control_address: str, dialled: _Dialled) -> None:
         pause_s = SHORTEST_PAUSE_S
-        while not dialled.closing:
+        while True:
+            await self._pause(peer, pause_s)
             async with grpc.aio.insecure_channel(control_address, GRPC_OPTIONS) as channel:
                 call: Call = channel.stream_stream(METHOD)()
-                reason = "unreachable"
                 if await self._accepted(call):
-                    pause_s = SHORTEST_PAUSE_S
                     reason = await self._carry(peer, call, dialled)
+                    call.cancel()
+                    break
                 call.cancel()
-            if dialled.closing:
-                return
-            self._emit(StreamLost(peer, reason))
-            await asyncio.sleep(pause_s)
+            self._emit(StreamLost(peer, "unreachable"))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        if not dialled.closing:
+            del self._dialled[peer]
+            self._emit(StreamLost(peer, reason))
+
+    async def _pause(self, peer: NodeId, pause_s: float) -> None:
+        """A peer is dialled at most once in this time, however often its streams break."""
+        now_s = asyncio.get_running_loop().time()
+        wait_s = self._last_dial_s.get(peer, now_s - pause_s) + pause_s - now_s
+        self._last_dial_s = {known: dial_s for known, dial_s in self._last_dial_s.items() if dial_s > now_s - 60}
+        self._last_dial_s[peer] = now_s + max(0.0, wait_s)
+        await asyncio.sleep(max(0.0, wait_s))
 
     async def _accepted(self, call: Call) -> bool:
         """Whether a servicer runs at the other end; a failed call has metadata too, but not this."""

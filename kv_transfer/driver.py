@@ -10,16 +10,31 @@ Must not know: models, engines beyond their progress, routers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from foundation.fingerprint import Fingerprint
 from foundation.ids import Incarnation, NodeId, TransferId
+from foundation.kv_layout import KvLayout
 from foundation.log import get_logger
 from foundation.metrics import NodeMetrics
+from kv_transfer.digest import KIND as DIGEST_KIND
+from kv_transfer.digest import TRAILER_BYTES, manifest_digest
+from kv_transfer.protocol.deadlines import DeadlineEvent, Limits, Wait, Watch
+from kv_transfer.protocol.events import Beat
+from kv_transfer.protocol.local import LocalNode
+from kv_transfer.protocol.messages import Hello
 
 log = get_logger()
+
+Side = TypeVar("Side")
+
+PROTOCOL_MINOR = 0
+DIAL_LIMIT_S = 5.0
+"""How long D tries to open one session's endpoint."""
+SELF_TEST_LIMIT_S = 10.0
+"""A lane that cannot move the self-test's few slots in this time is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,30 @@ class TransferLimits:
     quarantine_arenas: int = 2
 
 
+def local_node(identity: NodeIdentity, layout: KvLayout, limits: TransferLimits, data_address: str) -> LocalNode:
+    """This node as the protocol knows it. `data_address` is where others reach P's data plane; D has none."""
+    hello = Hello(
+        node_id=identity.node_id,
+        protocol_major=identity.fingerprint.protocol_major,
+        protocol_minor=PROTOCOL_MINOR,
+        fingerprint=identity.fingerprint,
+        layout=layout,
+        slot_bytes=limits.slot_bytes,
+        step_limit_s=identity.step_limit_s,
+        data_address=data_address,
+        session=0,
+        digest=DIGEST_KIND,
+    )
+    return LocalNode(
+        incarnation=identity.incarnation,
+        hello=hello,
+        trailer_bytes=TRAILER_BYTES,
+        digest_of_all=manifest_digest,
+        silence_limit_s=limits.silence_limit_s,
+        quarantine_arenas=limits.quarantine_arenas,
+    )
+
+
 class EngineProgress(NamedTuple):
     """`steps` only grows; a peer that sees it stand still while there is work knows that the engine is stuck."""
 
@@ -56,6 +95,51 @@ class EngineProgress(NamedTuple):
 
 ReadProgress = Callable[[], EngineProgress]
 """Called on the asyncio thread; must not wait for the engine."""
+
+
+class Clockwork(Generic[Side]):
+    """What time brings about: heartbeats, lease renewals, and deadlines that have passed without progress.
+
+    `waits` lists what a side's state waits for. A node that was itself stopped for a while cannot judge who was silent
+    meanwhile, so it starts its watch anew.
+    """
+
+    def __init__(
+        self, limits: TransferLimits, progress: ReadProgress, waits: Callable[[Side, Limits], Iterable[Wait]]
+    ) -> None:
+        self.tick_s = limits.heartbeat_s / 2
+        self._limits = limits
+        self._progress = progress
+        self._waits = waits
+        self._protocol_limits = Limits(
+            silence_s=limits.silence_limit_s,
+            connect_s=max(DIAL_LIMIT_S, limits.silence_limit_s),
+            reservation_s=limits.reservation_limit_s,
+            lease_s=limits.lease_s,
+            idle_s=limits.idle_limit_s,
+        )
+        self._watch = Watch()
+        self._last_look_s = 0.0
+        self._last_beat_s = 0.0
+        self._last_renewal_s = 0.0
+
+    def tick(self, side: Side, now_s: float) -> tuple[Beat | DeadlineEvent, ...]:
+        if now_s - self._last_look_s > self._limits.silence_limit_s / 2:
+            self._watch = Watch()
+        self._last_look_s = now_s
+        self._watch, passed = self._watch.look(self._waits(side, self._protocol_limits), now_s)
+        return (*self._beats(now_s), *passed)
+
+    def _beats(self, now_s: float) -> tuple[Beat, ...]:
+        if now_s - self._last_beat_s < self._limits.heartbeat_s * 0.9:
+            return ()
+        self._last_beat_s = now_s
+        renew = now_s - self._last_renewal_s >= self._limits.lease_renewal_s
+        if renew:
+            self._last_renewal_s = now_s
+        steps, has_work = self._progress()
+        return (Beat(steps, has_work, renew),)
+
 
 ParcelStage = Literal["gathered", "sent", "landed", "scattered"]
 

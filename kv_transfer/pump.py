@@ -1,4 +1,4 @@
-"""Runs a pure protocol core on the asyncio thread: one event at a time, its effects in order, one timer for all deadlines.
+"""Runs a pure protocol core on the asyncio thread: one event at a time, its effects in order, one timer.
 
 An effect may bring about the next event before it returns (a node answers at once); that event waits its turn, so that the
 core never sees half-executed effects.
@@ -23,19 +23,25 @@ Result = TypeVar("Result")
 
 
 class Pump(Generic[Event, Effect]):
-    """`handle` takes an event and returns its effects; `deadline` is asked after each turn when time matters next."""
+    """`handle` takes an event and returns its effects; `execute` starts one effect and never waits.
+
+    While `busy`, `tick(now_s)` is asked every `tick_s` for the events that time brings about; at rest no timer runs.
+    """
 
     def __init__(
         self,
         handle: Callable[[Event], Iterable[Effect]],
         execute: Callable[[Effect], None],
-        next_deadline_s: Callable[[], float | None],
-        expired: Callable[[float], None],
+        busy: Callable[[], bool],
+        tick: Callable[[float], Iterable[Event]],
+        tick_s: float,
     ) -> None:
         self._handle = handle
         self._execute = execute
-        self._next_deadline_s = next_deadline_s
-        self._expired = expired
+        self._busy = busy
+        self._tick = tick
+        self._tick_s = tick_s
+        self._loop = asyncio.get_running_loop()
         self._events: deque[Event] = deque()
         self._turning = False
         self._closed = False
@@ -54,10 +60,8 @@ class Pump(Generic[Event, Effect]):
                     self._execute(effect)
         finally:
             self._turning = False
-        self._arm()
-
-    def start(self) -> None:
-        self._arm()
+        if self._timer is None and self._busy():
+            self._timer = self._loop.call_later(self._tick_s, self._time_passed)
 
     def close(self) -> None:
         """Nothing happens any more, whatever still comes in."""
@@ -66,20 +70,10 @@ class Pump(Generic[Event, Effect]):
         if self._timer is not None:
             self._timer.cancel()
 
-    def _arm(self) -> None:
-        loop = asyncio.get_running_loop()
-        deadline_s = self._next_deadline_s()
-        if self._timer is not None:
-            if self._timer.when() == deadline_s:
-                return
-            self._timer.cancel()
-        self._timer = None if deadline_s is None else loop.call_at(deadline_s, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        if not self._closed:
-            self._expired(asyncio.get_running_loop().time())
-            self._arm()
+    def _time_passed(self) -> None:
+        self._timer = self._loop.call_later(self._tick_s, self._time_passed) if self._busy() else None
+        for event in self._tick(self._loop.time()):
+            self.emit(event)
 
 
 def watched(work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:

@@ -1,0 +1,380 @@
+"""The decode node's half of the transfers, brought to life: runs `protocol.decode_side` and does what it says.
+
+Node -> events -> protocol -> effects -> streams, sessions, slots, copier, node. Completions come back as events. Nothing
+is decided here; what is added is memory: which blocks a transfer writes into, which arena a session lands in, and the
+figures of each transfer.
+
+Must not know: models, routers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import assert_never
+
+from foundation.ids import BlockId, CreditNumber, NodeId, SessionNonce, TransferId
+from foundation.log import get_logger
+from kv_transfer.arena import ARENA_SLOTS_AT_LEAST, Arena, StagingMemory
+from kv_transfer.control_client import ControlClient
+from kv_transfer.data_sessions import DataSessions
+from kv_transfer.digest import TRAILER_BYTES, DigestSeeds
+from kv_transfer.driver import (
+    DIAL_LIMIT_S,
+    SELF_TEST_LIMIT_S,
+    Clockwork,
+    NodeIdentity,
+    ReadProgress,
+    TransferLimits,
+    TransferObserver,
+    local_node,
+)
+from kv_transfer.faults import Faults
+from kv_transfer.pool_copy import KvPool
+from kv_transfer.port import BeginTransfer, DecodeListener, TransferAccount
+from kv_transfer.protocol import effects as do
+from kv_transfer.protocol import events as on
+from kv_transfer.protocol.credit import Slot, SlotState
+from kv_transfer.protocol.deadlines import decode_waits
+from kv_transfer.protocol.decode_side import handle
+from kv_transfer.protocol.decode_turn import DecodeSide
+from kv_transfer.pump import Pump
+from kv_transfer.staging import Copier, DigestMismatch, Scatter, Scattered
+from kv_transfer.transport.base import (
+    NONCE_BITS,
+    CloseOutcome,
+    DataSession,
+    Fenced,
+    Landed,
+    LostCallback,
+    ReceiveCancelled,
+    ReceiveFailed,
+    ReceiveOutcome,
+    Transport,
+    credit_tag,
+)
+from kv_transfer.transport.self_test import measure_lane
+
+log = get_logger()
+
+ARENAS_AT_ONCE = 8
+"""Staging memory is shared out for so many peers; each arena is that share, or what is left of the budget."""
+_SLOT_METRIC = {
+    SlotState.FREE: "free",
+    SlotState.POSTED: "posted",
+    SlotState.CANCELLING: "posted",
+    SlotState.LANDED: "landed",
+    SlotState.SCATTERING: "scattering",
+    SlotState.QUARANTINED: "quarantined",
+}
+
+
+@dataclass(slots=True)
+class _Inbound:
+    """What a live transfer needs beside its state."""
+
+    request: BeginTransfer
+    begun_s: float
+    block_ids: tuple[BlockId, ...] = ()
+    seeds: DigestSeeds | None = None
+    lane: str = ""
+    landed_parcels: int = 0
+    landed_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Landing:
+    """One session's arena. Its memory is given back when the protocol releases it *and* the transport has fenced it."""
+
+    arena: Arena
+    nonce: SessionNonce
+    lane: str = ""
+    opened: bool = False
+    released: bool = False
+    fence: Fenced | None = None
+
+
+class DecodeDriver:
+    """Implements `kv_transfer.port.DecodeTransfers`. Made and used on the asyncio thread."""
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        pool: KvPool,
+        limits: TransferLimits,
+        transport: Transport,
+        listener: DecodeListener,
+        progress: ReadProgress,
+        observer: TransferObserver,
+        faults: Faults | None = None,
+    ) -> None:
+        self._identity = identity
+        self._limits = limits
+        self._transport = transport
+        self._listener = listener
+        self._observer = observer
+        self._faults = faults or Faults()
+        self._loop = asyncio.get_running_loop()
+        self._copier = Copier(pool)
+        self._staging = StagingMemory(limits.staging_bytes)
+        self._inbound: dict[TransferId, _Inbound] = {}
+        self._landings: dict[int, _Landing] = {}
+        self._side = DecodeSide(local_node(identity, pool.layout, limits, data_address=""))
+        self._clockwork = Clockwork(limits, progress, decode_waits)
+        self._pump: Pump[on.DecodeEvent, do.DecodeEffect] = Pump(
+            self._handle, self._execute, self._busy, self._tick, self._clockwork.tick_s
+        )
+        self._streams = ControlClient(self._pump.emit, observer.dropped, limits.silence_limit_s)
+        self._sessions = DataSessions(self._pump.emit)
+
+    @property
+    def side(self) -> DecodeSide:
+        """The protocol's state, to be looked at: who waits for whom."""
+        return self._side
+
+    async def close(self) -> None:
+        """Close every session and stream. What is still under way ends without a further word to the node."""
+        await self._sessions.close_all()
+        self._pump.close()
+        await self._streams.close_all()
+        await self._copier.close()
+
+    # From the node.
+
+    def begin(self, request: BeginTransfer) -> None:
+        self._inbound[request.transfer] = _Inbound(request, self._loop.time())
+        self._pump.emit(on.Begin(request))
+
+    def reserved(
+        self, transfer: TransferId, block_ids: Sequence[BlockId], from_position: int, end_position: int
+    ) -> None:
+        inbound = self._inbound.get(transfer)
+        if inbound is not None:
+            inbound.block_ids = tuple(block_ids)
+            self._pump.emit(on.Reserved(transfer, from_position, end_position))
+
+    def unavailable(self, transfer: TransferId, reason: str) -> None:
+        self._pump.emit(on.Unavailable(transfer, reason))
+
+    def end(self, transfer: TransferId, reason: str) -> None:
+        self._pump.emit(on.End(transfer, reason))
+
+    # The protocol.
+
+    def _handle(self, event: on.DecodeEvent) -> tuple[do.DecodeEffect, ...]:
+        self._side, effects = handle(self._side, event)
+        return effects
+
+    def _busy(self) -> bool:
+        return bool(self._side.peers or self._side.arenas)
+
+    def _tick(self, now_s: float) -> Iterable[on.DecodeEvent]:
+        """Leases expire on P alone."""
+        return (event for event in self._clockwork.tick(self._side, now_s) if not isinstance(event, on.LeaseExpired))
+
+    def _execute(self, effect: do.DecodeEffect) -> None:
+        match effect:
+            case do.OpenStream(peer=peer, control_address=address):
+                self._streams.open(peer, address)
+            case do.CloseStream(peer=peer):
+                self._streams.close(peer)
+            case do.Send(peer=peer, envelope=envelope):
+                self._streams.send(peer, envelope)
+            case do.OpenLane():
+                self._open_lane(effect)
+            case do.CloseSession(peer=peer, session=session):
+                self._sessions.close(peer, session)
+            case do.ReleaseArena(session=session):
+                self._release_arena(session)
+            case do.QuarantineArena(peer=peer, unresolved_credits=unresolved):
+                log.warning("arena in quarantine", peer=peer, unresolved_credits=unresolved)
+            case do.LaneMeasured(peer=peer, lane=lane, gigabytes_per_second=measured):
+                self._observer.lane(peer, f"{lane}/to_peer", measured)
+            case do.Count(peer=peer, reason=reason):
+                self._observer.dropped(peer, reason)
+            case do.PostReceive():
+                self._post_receive(effect)
+            case do.CancelReceive(session=session, credit=credit):
+                if data := self._sessions.data(session):
+                    data.cancel_unused(credit_tag(self._landings[session].nonce, credit))
+            case do.Scatter():
+                self._scatter(effect)
+            case do.NodeReserve(transfer=transfer, end_position=end_position):
+                self._listener.reserve(transfer, end_position)
+            case do.NodeFirstToken(transfer=transfer, token=token):
+                self._listener.first_token(transfer, token)
+            case do.NodeCommitted(transfer=transfer):
+                self._listener.committed(transfer, self._account(effect))
+            case do.NodeEnded(transfer=transfer, reason=reason):
+                self._listener.ended(transfer, reason, self._account(effect))
+            case _:
+                assert_never(effect)
+
+    def _account(self, ended: do.NodeCommitted | do.NodeEnded) -> TransferAccount:
+        inbound = self._inbound.pop(ended.transfer)
+        self._report_slots()
+        return TransferAccount(
+            from_position=ended.from_position,
+            verified_positions=ended.verified_positions,
+            payload_bytes=inbound.landed_bytes,
+            parcels=ended.parcels,
+            seconds=self._loop.time() - inbound.begun_s,
+            lane=inbound.lane,
+        )
+
+    # Sessions and their arenas.
+
+    def _open_lane(self, effect: do.OpenLane) -> None:
+        peer, session = effect.peer, effect.session
+        hello = self._side.peers[peer].hello
+        assert hello is not None, f"a lane to {peer} before its Hello"
+        arena = self._draw_arena(min(self._limits.slot_bytes, hello.slot_bytes), session)
+        if arena is None:
+            self._loop.call_soon(self._pump.emit, on.LaneFailed(peer, session, "staging_exhausted"))
+            return
+        landing = self._landings[session] = _Landing(arena, SessionNonce(secrets.randbits(NONCE_BITS)))
+        connect = partial(self._connect, effect.data_address, session)
+        measure = partial(self._measure, peer, landing)
+        self._sessions.open(peer, session, connect, measure, partial(self._endpoint_closed, session))
+
+    def _draw_arena(self, slot_bytes: int, session: int) -> Arena | None:
+        slots = max(ARENA_SLOTS_AT_LEAST, self._limits.staging_bytes // slot_bytes // ARENAS_AT_ONCE)
+        return self._staging.draw_arena(slots, slot_bytes, session) or self._staging.draw_arena(
+            ARENA_SLOTS_AT_LEAST, slot_bytes, session
+        )
+
+    async def _connect(self, address: str, session: int, lost: LostCallback) -> DataSession:
+        return await self._transport.dial(address, session, lost, DIAL_LIMIT_S)
+
+    async def _measure(self, peer: NodeId, landing: _Landing, data: DataSession) -> on.LaneOpened:
+        arena = landing.arena
+        buffers = [arena.message(slot, arena.slot_bytes) for slot in range(arena.slots)]
+        measure = await measure_lane(data, buffers, receive_first=True, deadline_s=SELF_TEST_LIMIT_S)
+        self._observer.lane(peer, measure.lane.name, measure.gigabytes_per_second)
+        landing.opened, landing.lane = True, measure.lane.name
+        return on.LaneOpened(
+            peer=peer,
+            session=data.session,
+            nonce=landing.nonce,
+            slots=arena.slots,
+            slot_bytes=arena.slot_bytes,
+            lane=measure.lane.name,
+            bytes_per_second=measure.gigabytes_per_second * 1e9,
+        )
+
+    def _endpoint_closed(self, session: int, outcome: CloseOutcome | None) -> None:
+        landing = self._landings[session]
+        if outcome is None:
+            self._staging.give_back_untouched(landing.arena)
+            del self._landings[session]
+            return
+        if isinstance(outcome, Fenced):
+            landing.fence = outcome
+        landing.released = landing.released or not landing.opened
+        self._give_back_arena(session)
+
+    def _release_arena(self, session: int) -> None:
+        self._landings[session].released = True
+        self._give_back_arena(session)
+
+    def _give_back_arena(self, session: int) -> None:
+        landing = self._landings[session]
+        if landing.released and landing.fence is not None:
+            self._staging.give_back(landing.arena, landing.fence)
+            del self._landings[session]
+            self._report_slots()
+
+    # Parcels.
+
+    def _post_receive(self, effect: do.PostReceive) -> None:
+        landing = self._landings[effect.session]
+        data = self._sessions.data(effect.session)
+        if data is None:
+            return
+        message = landing.arena.message(effect.slot, effect.length - TRAILER_BYTES)
+        done = partial(self._received, effect.peer, effect.session, effect.credit)
+        data.post_receive(credit_tag(effect.nonce, effect.credit), message, done)
+
+    def _received(self, peer: NodeId, session: int, credit: CreditNumber, outcome: ReceiveOutcome) -> None:
+        match outcome:
+            case Landed():
+                if self._notice_landed(session, credit):
+                    self._pump.emit(on.Landed(peer, session, credit))
+            case ReceiveCancelled():
+                self._pump.emit(on.ReceiveCancelled(peer, session, credit))
+            case ReceiveFailed(reason=reason) if reason == "truncated":
+                self._pump.emit(on.ReceiveFailed(peer, session, credit, "bad_length"))
+            case ReceiveFailed(reason=reason):
+                self._sessions.broken(session, reason)
+            case _:
+                assert_never(outcome)
+
+    def _notice_landed(self, session: int, credit: CreditNumber) -> bool:
+        slot = self._slot(session, credit)
+        inbound = self._inbound.get(slot.transfer) if slot else None
+        if slot is None or inbound is None:
+            return True
+        payload_bytes = slot.length - TRAILER_BYTES
+        inbound.landed_parcels += 1
+        inbound.landed_bytes += payload_bytes
+        inbound.lane = self._landings[session].lane
+        self._observer.parcel("landed", slot.transfer, slot.parcel_index, payload_bytes)
+        return self._faults.after_landed(slot.parcel_index, inbound.landed_parcels)
+
+    def _slot(self, session: int, credit: CreditNumber) -> Slot | None:
+        arena = self._side.arenas.get(session)
+        index = arena.index_of(credit) if arena else None
+        return arena.slots[index] if arena and index is not None else None
+
+    def _scatter(self, effect: do.Scatter) -> None:
+        landing, inbound = self._landings[effect.session], self._inbound[effect.transfer]
+        payload_bytes = effect.parcel.wire_bytes(self._side.local.layout)
+        job = Scatter(
+            block_ids=inbound.block_ids,
+            parcel=effect.parcel,
+            seed=self._seeds(effect, inbound, landing).seed(effect.credit, effect.parcel, payload_bytes),
+            message=landing.arena.message(effect.slot, payload_bytes),
+        )
+        self._copier.scatter(job, partial(self._scattered, effect, payload_bytes))
+
+    def _seeds(self, effect: do.Scatter, inbound: _Inbound, landing: _Landing) -> DigestSeeds:
+        if inbound.seeds is None:
+            request, identity = inbound.request, self._identity
+            inbound.seeds = DigestSeeds(
+                effect.transfer,
+                self._side.arenas[effect.session].incarnation,
+                identity.incarnation,
+                landing.nonce,
+                identity.fingerprint,
+                request.prompt + request.settled,
+            )
+        return inbound.seeds
+
+    def _scattered(self, effect: do.Scatter, payload_bytes: int, outcome: Scattered | DigestMismatch) -> None:
+        event = on.Scattered(effect.peer, effect.session, effect.credit, 0)
+        match outcome:
+            case Scattered(digest=digest):
+                self._observer.parcel("scattered", effect.transfer, effect.parcel_index, payload_bytes)
+                event = replace(event, digest=digest)
+            case DigestMismatch(computed=computed, received=received):
+                log.error(
+                    "parcel refused",
+                    transfer=str(effect.transfer),
+                    parcel=effect.parcel_index,
+                    computed=f"{computed:016x}",
+                    received=f"{received:016x}",
+                )
+                event = replace(event, digest=computed, refusal="bad_digest")
+            case _:
+                assert_never(outcome)
+        self._pump.emit(event)
+
+    def _report_slots(self) -> None:
+        counts = dict.fromkeys(_SLOT_METRIC.values(), 0)
+        for arena in self._side.arenas.values():
+            for slot in arena.slots:
+                counts[_SLOT_METRIC[slot.state]] += 1
+        self._observer.slots(**counts)
