@@ -18,33 +18,33 @@ Command = Callable[[Sequence[str], Mapping[str, str]], int]
 
 
 def _up(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    from decant import up
+    from decant.up import command
 
-    return up.command(arguments, environment)
+    return command(arguments, environment)
 
 
 def _prefill(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    from decant import processes
+    from decant.processes import prefill
 
-    return processes.prefill(arguments, environment)
+    return prefill(arguments, environment)
 
 
 def _decode(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    from decant import processes
+    from decant.processes import decode
 
-    return processes.decode(arguments, environment)
+    return decode(arguments, environment)
 
 
 def _router(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    from decant import processes
+    from decant.processes import router
 
-    return processes.router(arguments, environment)
+    return router(arguments, environment)
 
 
 def _doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    from decant import doctor
+    from decant.doctor import command
 
-    return doctor.command(arguments, environment)
+    return command(arguments, environment)
 
 
 COMMANDS: dict[str, tuple[Command, str]] = {

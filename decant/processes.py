@@ -29,9 +29,9 @@ def prefill(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if _printed(parsed):
         return 0
     require_node_ports(parsed.options)
-    from prefill_node import main
+    from prefill_node.main import run
 
-    return main.run(parsed.options)
+    return run(parsed.options)
 
 
 def decode(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -46,9 +46,9 @@ def decode(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if _printed(parsed):
         return 0
     require_node_ports(parsed.options)
-    from decode_node import main
+    from decode_node.main import run
 
-    return main.run(parsed.options)
+    return run(parsed.options)
 
 
 def router(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -63,9 +63,9 @@ def router(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if _printed(parsed):
         return 0
     require_router_ports(parsed.options)
-    from router import main
+    from router.main import run
 
-    return main.run(parsed.options)
+    return run(parsed.options)
 
 
 def require_node_ports(options: NodeOptions) -> None:
