@@ -6,21 +6,56 @@ Only a node's main knows both engine and transfers.
 from __future__ import annotations
 
 from decode_node.service import DecodeService
-from node.host import NodeParts, Role, run_node
+from kv_transfer.decode_driver import DecodeDriver
+from kv_transfer.driver import MeteredTransfers
+from kv_transfer.transport.base import Transport
+from node.host import NodeParts, run_node
 from node.options import DecodeOptions
+from node.transfer_setup import (
+    engine_progress,
+    faults_wanted,
+    kv_pool,
+    node_identity,
+    open_transport,
+    transfer_limits,
+)
 
 
 def run(options: DecodeOptions) -> int:
     """Serve until told to stop; the process's exit code. Raises StartError before it serves."""
+    return run_node(options, lambda parts: DecodeRole(options, parts))
 
-    def assemble(parts: NodeParts) -> Role:
-        service = DecodeService(
+
+class DecodeRole:
+    """Implements `node.host.Role`."""
+
+    epoch = 0
+
+    def __init__(self, options: DecodeOptions, parts: NodeParts) -> None:
+        self._options = options
+        self._parts = parts
+        self.service = DecodeService(
             parts.engine.post, parts.ready.config, parts.ready.parts.fingerprint.vocabulary_size, parts.metrics
         )
-        return Role(service, start=_nothing, stop=_nothing, epoch=lambda: 0)
+        self._transport: Transport | None = None
+        self._driver: DecodeDriver | None = None
 
-    return run_node(options, assemble)
+    async def start(self) -> None:
+        self._transport = open_transport()
+        self._driver = DecodeDriver(
+            node_identity(self._parts),
+            kv_pool(self._parts),
+            transfer_limits(self._options, self._options.quarantine_arenas),
+            self._transport,
+            self.service,
+            lambda: engine_progress(self._parts.engine.status()),
+            MeteredTransfers(self._parts.metrics),
+            faults_wanted(self._options),
+        )
+        self.service.use(self._driver)
 
-
-async def _nothing() -> None:
-    pass
+    async def stop(self) -> None:
+        if self._driver is not None:
+            await self._driver.close()
+        if self._transport is not None:
+            await self._transport.close()

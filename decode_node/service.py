@@ -61,6 +61,11 @@ def request_key(attempt: AttemptId) -> engine_port.RequestKey:
     return engine_port.RequestKey(f"{attempt.request}/{attempt.attempt}")
 
 
+def reason_label(reason: str) -> str:
+    """Of `refused: draining` the first word; what follows the colon is the peer's."""
+    return reason.partition(":")[0]
+
+
 class DecodeService:
     """Implements `node.router_stream.RequestHandler` and `kv_transfer.port.DecodeListener`."""
 
@@ -182,7 +187,7 @@ class DecodeService:
         log.info("transfer ended", transfer=str(transfer), reason=reason, verified=account.verified_positions)
         self._count_transfer(account)
         if reason != "done":
-            self._metrics.kv_transfer_failures_total.count(reason)
+            self._metrics.kv_transfer_failures_total.count(reason_label(reason))
         self._transfer_event(transfer, on.TransferEnded(transfer.try_number, reason, account.verified_positions))
 
     def _count_transfer(self, account: TransferAccount) -> None:
@@ -268,8 +273,9 @@ class DecodeService:
             case on.EmitEnd(finish_reason=finish_reason, reason=reason):
                 self._emit_end(attempt, finish_reason, reason)
             case on.CountLocalPrefill(reason=reason, recomputed_positions=recomputed):
-                known = reason in LOCAL_PREFILL_REASONS or attempt.state.try_number == 0
-                self._metrics.local_prefill_total.count(reason if known else "transfer_failed")
+                label = reason_label(reason)
+                known = label in LOCAL_PREFILL_REASONS or attempt.state.try_number == 0
+                self._metrics.local_prefill_total.count(label if known else "transfer_failed")
                 self._metrics.kv_recomputed_tokens_total.inc(recomputed)
             case on.CountDropped(reason=reason):
                 self._metrics.dropped_total.count(reason)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,14 +57,19 @@ class NodeService(RequestHandler, Protocol):
     def engine_events(self, events: Sequence[EngineEvent]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
-    """What a role adds to a node. `start` is awaited when the control port is known to be free and before it listens."""
+class Role(Protocol):
+    """What a role adds to a node. `start` is awaited before the control port listens, `stop` before it stops listening."""
 
-    service: NodeService
-    start: Callable[[], Awaitable[None]]
-    stop: Callable[[], Awaitable[None]]
-    epoch: Callable[[], int]
+    @property
+    def service(self) -> NodeService: ...
+
+    @property
+    def epoch(self) -> int:
+        """Prefill nodes: the ticket epoch."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,7 @@ class _Host:
 
         def status() -> node_pb2.NodeStatus:
             problems = tuple(problem.name for problem in health.problems())
-            return feed.node_status(problems, role.service.draining, role.epoch())
+            return feed.node_status(problems, role.service.draining, role.epoch)
 
         streams = RouterStreams(role.service, self._hello(ready), status, self._options.heartbeat_s)
 
