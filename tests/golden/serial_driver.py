@@ -4,60 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
+from step_plans import batch_plan
 
-from engine.step import Runner, SamplingRows, StepPlan
-
-
-def greedy_rows(count: int, positions: Sequence[int], logprobs: int = -1) -> SamplingRows:
-    return SamplingRows(
-        temperature=np.zeros(count, np.float32),
-        top_k=np.zeros(count, np.int32),
-        top_p=np.ones(count, np.float32),
-        min_p=np.zeros(count, np.float32),
-        seed=np.zeros(count, np.uint64),
-        choice_index=np.zeros(count, np.int32),
-        position=np.asarray(positions, np.int64),
-        logprobs=np.full(count, logprobs, np.int32),
-    )
-
-
-def batch_plan(
-    number: int,
-    rows: Sequence[tuple[Sequence[int], int, Sequence[int]]],
-    block_size: int,
-    *,
-    feedback: Sequence[int] = (),
-    sample: Sequence[bool] = (),
-    sampling: SamplingRows | None = None,
-) -> StepPlan:
-    """A plan for rows of (token ids, position of the first, block ids). `feedback` gives each token's source or -1;
-    `sample` says which rows draw (default: all)."""
-    token_ids = [token for ids, _, _ in rows for token in ids]
-    positions = [first + i for ids, first, _ in rows for i in range(len(ids))]
-    slots = [
-        blocks[(first + i) // block_size] * block_size + (first + i) % block_size
-        for ids, first, blocks in rows
-        for i in range(len(ids))
-    ]
-    query_start = np.cumsum([0, *(len(ids) for ids, _, _ in rows)])
-    contexts = [first + len(ids) for ids, first, _ in rows]
-    tables = np.zeros((len(rows), max(len(blocks) for _, _, blocks in rows)), np.int32)
-    for row, (_, _, blocks) in enumerate(rows):
-        tables[row, : len(blocks)] = blocks
-    drawing = [row for row in range(len(rows)) if not sample or sample[row]]
-    return StepPlan(
-        number=number,
-        token_ids=np.asarray(token_ids, np.int64),
-        feedback=np.asarray(feedback if feedback else [-1] * len(token_ids), np.int32),
-        positions=np.asarray(positions, np.int64),
-        slot_mapping=np.asarray(slots, np.int64),
-        query_start=query_start.astype(np.int32),
-        context_lengths=np.asarray(contexts, np.int32),
-        block_tables=tables,
-        sample_tokens=np.asarray([query_start[row + 1] - 1 for row in drawing], np.int32),
-        sampling=sampling or greedy_rows(len(drawing), [contexts[row] for row in drawing]),
-    )
+from engine.step import Runner
 
 
 def generate(
