@@ -163,7 +163,7 @@ async def eventually(fact: Any, within_s: float, what: str) -> None:
     """Wait until `await fact()` is true; fails by name."""
     try:
         async with asyncio.timeout(within_s):
-            while not await fact():  # noqa: ASYNC110 (what is waited for lies in another process)
+            while not await fact():
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise AssertionError(f"not within {within_s} s: {what}") from None

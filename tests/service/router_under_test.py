@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ class RouterUnderTest:
     grpc_address: str
     keys: MasterKeys
     http: aiohttp.ClientSession
+    clients: list[openai.AsyncOpenAI] = field(default_factory=list)
 
     @property
     def model(self) -> str:
         return self.router.intake.model_name
 
-    def openai(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+    def openai(self) -> openai.AsyncOpenAI:
+        self.clients.append(openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0))
+        return self.clients[-1]
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Status and JSON. `body`: an object, or raw bytes."""
@@ -104,6 +106,10 @@ async def router_with(
             if wait_ready and nodes:
                 await until(lambda: sum(router.fleet.connected_by_role().values()) == len(nodes))
                 await until(lambda: not router.fleet.not_ready_reasons())
-            yield RouterUnderTest(router, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", keys, http)
+            address = f"127.0.0.1:{grpc_port}"
+            under_test = RouterUnderTest(router, f"http://127.0.0.1:{port}", address, keys, http)
+            yield under_test
+            for client in under_test.clients:
+                await client.close()
         finally:
             await router.close()

@@ -29,7 +29,7 @@ ENTRY = NodeEntry(NodeId("decode-0"), Role.DECODE, "10.0.0.1:7100", Incarnation(
 
 async def eventually(fact: Callable[[], Awaitable[bool]], within_s: float = 5.0) -> None:
     async with asyncio.timeout(within_s):
-        while not await fact():  # noqa: ASYNC110 (what is waited for lies outside this process)
+        while not await fact():
             await asyncio.sleep(0.02)
 
 
