@@ -28,10 +28,12 @@ TORCH_VERSION := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PROTOS := $(wildcard proto/decant_proto/v1/*.proto)
 ROOMS := foundation engine kv_transfer node prefill_node decode_node router decant bench tests
+# So that nothing stays behind even where make itself is killed.
+DIE_WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 up: install
-	@exec $(BIN)/decant up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+	@exec $(DIE_WITH_MAKE) $(BIN)/decant up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: install-dev
 	@$(BIN)/python -m pytest $(ARGS)
