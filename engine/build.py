@@ -94,7 +94,7 @@ def build_engine(options: BuildOptions) -> EngineParts:
     else:
         program, weights, report = _decoder_program(options, model, storage, max_model_len)
     return EngineParts(
-        runner=ThreadRunner(program),
+        runner=ThreadRunner(program, options.threads),
         storage=storage,
         model=model,
         config=config,

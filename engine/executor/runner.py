@@ -49,8 +49,10 @@ class Launched:
 class ThreadRunner:
     """A `Runner` over any `StepProgram`."""
 
-    def __init__(self, program: StepProgram) -> None:
+    def __init__(self, program: StepProgram, threads: int = 1) -> None:
+        """`threads`: of the tensor library, for work that this thread starts (OpenMP's setting is each thread's own)."""
         self._program = program
+        self._threads = threads
         self._plans: queue.Queue[tuple[StepPlan, Future[StepResult]] | None] = queue.Queue(LAUNCHED_LIMIT)
         self._failure: BaseException | None = None
         self._closed = False
@@ -71,6 +73,7 @@ class ThreadRunner:
             self._thread.join()
 
     def _serve(self) -> None:
+        torch.set_num_threads(self._threads)
         while (item := self._plans.get()) is not None:
             plan, future = item
             try:

@@ -50,16 +50,19 @@ def draw_keys(
 
 
 def _mix_tensor(z: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer on int64 bits; products wrap, and shifts are made logical by masking."""
-    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
-        z = z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))
-        if multiplier is not None:
-            z = z * _signed(multiplier)
+    """SplitMix64's finalizer on int64 bits, in place; products wrap, and shifts are made logical by masking."""
+    shifted = torch.empty_like(z)
+    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
+        torch.bitwise_right_shift(z, shift, out=shifted)
+        z.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
+        if multiplier != 1:
+            z.mul_(_signed(multiplier))
     return z
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """float64 noise for int64 keys (the bits of `draw_keys`) and token ids, which are broadcast against each other."""
     bits = _mix_tensor(keys + (token_ids + 1) * _signed(GOLDEN))
-    uniform = ((bits >> (64 - UNIFORM_BITS)) & ((1 << UNIFORM_BITS) - 1)).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    bits = bits.bitwise_right_shift_(64 - UNIFORM_BITS).bitwise_and_((1 << UNIFORM_BITS) - 1)
+    uniform = bits.double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
     return uniform.log_().neg_().log_().neg_()

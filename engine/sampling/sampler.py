@@ -16,8 +16,11 @@ import torch
 from engine.sampling.noise import draw_keys, gumbel_noise
 from engine.step import SamplingRows
 
-SORTED_PREFIX = 512
-"""Top-p looks at this many best tokens first; only rows whose nucleus is larger pay for a whole sort."""
+SORTED_PREFIXES = (512, 8192)
+"""Top-p looks at this many best tokens first, then at more; only rows whose nucleus is larger pay for a whole sort."""
+
+SLAB_ELEMENTS = 1 << 16
+"""On a CPU, draws go through the logits in slabs of about this many, so that their many passes stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,11 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     best_logits, tokens = logits.max(dim=-1)
     drawn = np.flatnonzero(rows.temperature > 0)
     if len(drawn):
-        tokens[_index(drawn)] = _draw(logits if len(drawn) == len(logits) else logits[_index(drawn)], rows, drawn)
+        slab_rows = max(1, SLAB_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(drawn)
+        for first in range(0, len(drawn), slab_rows):
+            part = drawn[first : first + slab_rows]
+            index = _index(part)
+            tokens[index] = _draw(logits[index], rows, part)
     if raw_logprobs is None:
         return Sampled(tokens, best_logits)
     return _with_logprobs(tokens, best_logits, raw_logprobs, wanted, int(rows.logprobs.max()))
@@ -121,11 +128,15 @@ def keep_likely(
 def _nucleus_threshold(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """[D, 1] least value of the smallest set of best tokens whose probabilities reach top_p; the best token always."""
     log_total = scaled.logsumexp(dim=-1, keepdim=True)
-    for count in (min(SORTED_PREFIX, scaled.shape[1]), scaled.shape[1]):
-        best = scaled.topk(count, dim=-1).values
-        probabilities = (best - log_total).exp()
+    threshold = torch.empty_like(top_p)
+    open_rows = torch.arange(len(scaled), device=scaled.device)
+    for count in (*(n for n in SORTED_PREFIXES if n < scaled.shape[1]), scaled.shape[1]):
+        best = scaled[open_rows].topk(count, dim=-1).values
+        probabilities = (best - log_total[open_rows]).exp()
         before = probabilities.cumsum(dim=-1) - probabilities
-        kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
-        if count == scaled.shape[1] or bool((kept < count).all()):
+        kept = (before < top_p[open_rows]).sum(dim=-1, keepdim=True).clamp_(min=1)
+        threshold[open_rows] = best.gather(1, kept - 1)
+        open_rows = open_rows[kept[:, 0] == count]
+        if len(open_rows) == 0:
             break
-    return best.gather(1, kept - 1)
+    return threshold
