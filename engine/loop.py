@@ -120,7 +120,9 @@ class EngineThread:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.ident is not None:
+        if self._thread.ident is None:
+            self._engine.close()
+        else:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -25,7 +25,7 @@ from engine.scheduler.plan import Scheduled, build
 from engine.scheduler.prefill import chunks
 from engine.scheduler.seats import Seats
 from engine.scheduler.state import State
-from engine.step import StepResult
+from engine.step import Int64, StepResult
 
 
 class Scheduler:
@@ -41,20 +41,33 @@ class Scheduler:
 
     def plan(self) -> Scheduled | None:
         """The next step, which must be launched; None when nobody can advance before something settles or is commanded."""
-        state, seats = self._state, self._state.seats
-        preemptions = state.preemptions
-        grow(state)
-        if state.preemptions == preemptions:  # a token of a preempted request may still be in flight
-            admit(state, self.config.max_num_batched_tokens - int(seats.left().sum()))
-        left = seats.left()
+        state = self._state
+        in_flight = state.launched_step > state.settled_step
+        while True:
+            before = self._moves()
+            grow(state)
+            if not in_flight or state.preemptions == before[0]:  # a token of a preempted request may be in flight
+                admit(state, self.config.max_num_batched_tokens - int(state.seats.left().sum()))
+            rows, counts = self._choose()
+            if len(rows):
+                state.launched_step += 1
+                return build(state.seats, state.launched_step, state.settled_step, rows, counts)
+            if in_flight or self._moves() == before:
+                return None
+            # Somebody gave way or took a seat and still nobody can run; with no step in flight nothing else would come
+            # back to it.
+
+    def _choose(self) -> tuple[Int64, Int64]:
+        """Seats of the next step, decodes first, and how many positions each computes."""
+        budget_tokens = self.config.max_num_batched_tokens
+        left = self._state.seats.left()
         decodes = np.flatnonzero(left == 1)
-        chunk_seats, chunk_counts = chunks(seats, left, self.config.max_num_batched_tokens - len(decodes))
-        rows = np.concatenate((decodes, chunk_seats))
-        if not len(rows):
-            return None
+        chunk_seats, chunk_counts = chunks(self._state.seats, left, budget_tokens - len(decodes))
         counts = np.concatenate((np.ones(len(decodes), np.int64), chunk_counts))
-        state.launched_step += 1
-        return build(seats, state.launched_step, state.settled_step, rows, counts)
+        return np.concatenate((decodes, chunk_seats)), counts
+
+    def _moves(self) -> tuple[int, int]:
+        return self._state.preemptions, self._state.seats.stays
 
     def settle(self, scheduled: Scheduled, result: StepResult) -> None:
         settle.settle(self._state, scheduled, result)

@@ -32,7 +32,7 @@ class Seats:
         self.table = BlockTable(count, config.max_blocks_per_sequence, config.block_size)
         self.requests: list[Request | None] = [None] * count
         self._empty = list(range(count - 1, -1, -1))
-        self._next_stay = 1
+        self.stays = 0
         self.stay = np.zeros(count, np.int64)
         """Which stay of which request this is; never reused, so that a late result finds out that it is late."""
         self.arrival = np.full(count, NOT_SEATED, np.int64)
@@ -69,8 +69,8 @@ class Seats:
         seat = self._empty.pop()
         request.seat = seat
         self.requests[seat] = request
-        self.stay[seat] = self._next_stay
-        self._next_stay += 1
+        self.stays += 1
+        self.stay[seat] = self.stays
         self.table.assign(seat, request.blocks)
         sampling = request.sampling
         self.arrival[seat] = request.arrival

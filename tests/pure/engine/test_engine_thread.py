@@ -1,0 +1,160 @@
+"""The thread around the engine: it wakes, rests, ends and breaks as promised."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from engine_world import submit_of
+from fake_runner import FakeRunner, FakeStep, next_token
+
+from engine.config import EngineConfig
+from engine.loop import Engine, EngineThread
+from engine.port import Cancel, EngineEvent, RequestFailed, RequestKey, TokenSampled
+from engine.step import StepPlan, StepResult
+
+CONFIG = EngineConfig(4, 16, 4, 16, 64, overlap=True)
+PROMPT = (1, 2, 3, 4, 5)
+WAIT_S = 10.0
+
+
+class GatedRunner(FakeRunner):
+    """A fake runner whose steps end only while the gate is open, and which may break."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reached = threading.Event()
+        self.broken = False
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        super().launch(plan)
+        return GatedStep(self, plan.number)
+
+
+class GatedStep(FakeStep):
+    def result(self) -> StepResult:
+        runner = self.runner
+        assert isinstance(runner, GatedRunner)
+        runner.reached.set()
+        assert runner.gate.wait(WAIT_S)
+        if runner.broken:
+            raise RuntimeError("the device is gone")
+        return super().result()
+
+
+class Harness:
+    def __init__(self, command_limit: int = 1024) -> None:
+        self.runner = GatedRunner()
+        self.events: queue.Queue[EngineEvent] = queue.Queue()
+        self.reporters: set[str] = set()
+        engine = Engine(CONFIG, self.runner, self.runner.owner_words)
+        self.thread = EngineThread(engine, self._report, command_limit=command_limit)
+
+    def _report(self, events: list[EngineEvent]) -> None:
+        self.reporters.add(threading.current_thread().name)
+        for event in events:
+            self.events.put(event)
+
+    def next(self) -> EngineEvent:
+        return self.events.get(timeout=WAIT_S)
+
+    def until(self, condition: str) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not getattr(self.thread.status, condition):
+            assert time.monotonic() < deadline_s, f"status never had {condition}"
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    made = Harness()
+    yield made
+    made.runner.gate.set()
+    assert made.thread.stop(WAIT_S)
+
+
+def test_tokens_are_reported_on_the_engines_own_thread(harness: Harness) -> None:
+    harness.thread.start()
+    assert harness.thread.post(submit_of("r", PROMPT, max_tokens=3, ignore_eos=True))
+    tokens = [harness.next() for _ in range(3)]
+    assert [event.position for event in tokens if isinstance(event, TokenSampled)] == [5, 6, 7]
+    assert isinstance(tokens[0], TokenSampled)
+    assert tokens[0].token_id == next_token(PROMPT)
+    assert harness.reporters == {"engine"}
+
+
+def test_commands_posted_before_the_start_are_taken(harness: Harness) -> None:
+    harness.thread.post(submit_of("r", PROMPT, max_tokens=1))
+    harness.thread.start()
+    assert harness.next().key == "r"
+
+
+def test_an_idle_engine_uses_no_cpu(harness: Harness) -> None:
+    harness.thread.start()
+    harness.thread.post(submit_of("r", PROMPT, max_tokens=1))
+    harness.next()
+    begun = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - begun < 0.1
+    assert not harness.thread.status.has_work
+
+
+def test_f25_a_step_that_hangs_shows_as_work_that_does_not_advance(harness: Harness) -> None:
+    harness.runner.gate.clear()
+    harness.thread.start()
+    harness.thread.post(submit_of("r", PROMPT))
+    assert harness.runner.reached.wait(WAIT_S)
+    status = harness.thread.status
+    assert (status.has_work, status.steps) == (True, 0)
+
+
+def test_submits_beyond_the_bound_are_refused_and_cancels_are_not() -> None:
+    harness = Harness(command_limit=2)
+    assert harness.thread.post(submit_of("a", PROMPT))
+    assert harness.thread.post(submit_of("b", PROMPT))
+    assert not harness.thread.post(submit_of("c", PROMPT))
+    assert harness.thread.post(Cancel(RequestKey("a")))
+    assert harness.thread.stop(WAIT_S)
+
+
+def test_a_stopped_engine_takes_nothing_and_has_closed_its_runner(harness: Harness) -> None:
+    harness.thread.start()
+    harness.thread.post(submit_of("r", PROMPT, max_tokens=50, ignore_eos=True))
+    harness.next()
+    assert harness.thread.stop(WAIT_S)
+    assert harness.runner.closed
+    assert not harness.thread.post(submit_of("late", PROMPT))
+
+
+def test_an_engine_that_was_never_started_closes_its_runner_when_stopped(harness: Harness) -> None:
+    assert harness.thread.stop(WAIT_S)
+    assert harness.runner.closed
+
+
+def test_a_broken_engine_fails_every_request_says_why_and_takes_nothing_more(harness: Harness) -> None:
+    harness.runner.gate.clear()
+    harness.thread.start()
+    harness.thread.post(submit_of("running", PROMPT))
+    assert harness.runner.reached.wait(WAIT_S)
+    harness.thread.post(submit_of("unread", PROMPT))
+    harness.runner.broken = True
+    harness.runner.gate.set()
+    failed = {harness.next(), harness.next()}
+    assert failed == {RequestFailed(RequestKey(name), "engine_error") for name in ("running", "unread")}
+    harness.until("failed")
+    assert harness.thread.status.failed == "RuntimeError: the device is gone"
+    assert not harness.thread.post(submit_of("late", PROMPT))
+
+
+def test_a_command_that_breaks_the_engine_still_fails_its_request(harness: Harness) -> None:
+    harness.thread.post(submit_of("r", PROMPT))
+    harness.thread.post(submit_of("r", PROMPT))  # a node's bug: the key is alive
+    harness.thread.start()
+    assert harness.next() == RequestFailed(RequestKey("r"), "engine_error")
+    harness.until("failed")
+    assert harness.events.empty()
