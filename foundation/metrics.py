@@ -29,34 +29,58 @@ OTHER = "other"
 FINISH_REASONS = ("stop", "length", "cancelled", "failed")
 KV_BLOCK_STATES = ("free", "cached", "in_use")
 STAGING_SLOT_STATES = ("free", "posted", "landed", "scattering", "sending", "quarantined")
-SCHEDULER_SKIP_REASONS = ("no_blocks", "no_token_budget", "max_num_seqs", "awaiting_kv", "preempted")
+SCHEDULER_SKIP_REASONS = ("no_free_blocks", "token_budget", "max_num_seqs", "blocks_settling")
 LOCAL_PREFILL_REASONS = (
-    "no_prefill_node",
-    "cached",
-    "short_prompt",
-    "refused",
-    "peer_lost",
-    "deadline",
-    "transfer_failed",
+    *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off"),
+    *("refused", "silent", "prefill_stalled", "transfer_stalled", "peer_closed", "deadline", "transfer_failed"),
+)
+SESSION_END_REASONS = (
+    *("silent", "unresponsive", "idle", "closed_by_peer", "peer_closed", "peer_restarted", "replaced"),
+    *("endpoint_closed", "endpoint_failed", "session_closed", "gone_with_credits", "control_queue_full"),
+)
+LANE_FAILURE_REASONS = (
+    *("unreachable", "dial_timeout", "not_expected", "garbage", "bad_address", "address_in_use", "ucx_unavailable"),
+    *("lane_cannot_fence", "self_test_failed", "self_test_timeout", "staging_exhausted", "quarantine_full"),
 )
 TRANSFER_FAILURE_REASONS = (
-    "bad_digest",
-    "bad_length",
-    "bad_manifest",
-    "superseded",
-    "lease",
-    "refused",
-    "peer_lost",
-    "gone",
-    "no_progress",
-    "deadline",
-    "unavailable",
-    "cancelled",
-    "prefill_failed",
-    "fingerprint",
-    "lane",
+    *("bad_digest", "bad_length", "message_truncated", "bad_manifest", "bad_offer", "bad_credits", "bad_first_token"),
+    *("sealed_before_first_token", "owner_changed", "credits_unused", "superseded", "lease", "gone", "refused"),
+    *("prefill_stalled", "transfer_stalled", "deadline", "unavailable", "cancelled", "engine_error", "prefill_failed"),
+    *SESSION_END_REASONS,
+    *LANE_FAILURE_REASONS,
 )
-DROPPED_REASONS = ("stale_attempt", "stale_position", "unknown_transfer", "wrong_incarnation", "duplicate")
+_MESSAGES = (
+    *(
+        "ask",
+        "accepted",
+        "refused",
+        "offer",
+        "credits",
+        "firsttoken",
+        "sealed",
+        "committed",
+        "released",
+        "abort",
+        "failed",
+    ),
+    *(
+        "drained",
+        "gone",
+        "sync",
+        "hello",
+        "hellorefused",
+        "lanereport",
+        "heartbeat",
+        "sessionclosed",
+        "wrongincarnation",
+    ),
+)
+DROPPED_REASONS = (
+    *("stale_attempt", "stale_position", "position_gap", "request_over", "unknown_transfer", "duplicate"),
+    *("wrong_incarnation", "late_wrong_incarnation", "repeated_hello", "unexpected_refusal", "no_session"),
+    *("stream_lost", "resolved_already", "late_parcel", "late_session_closed", "failed_after_sealed"),
+    *(f"{how}_{message}" for how in ("late", "unknown", "unexpected") for message in _MESSAGES),
+)
 
 LATENCY_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from foundation.metrics import NodeMetrics, RouterMetrics
+from foundation.metrics import DROPPED_REASONS, TRANSFER_FAILURE_REASONS, NodeMetrics, RouterMetrics
 
 SERVING = (
     "time_to_first_token_seconds_count",
@@ -18,7 +22,7 @@ SERVING = (
 )
 NODE = (
     "step_tokens_count",
-    'scheduler_skips_total{reason="other"}',
+    'scheduler_skips_total{reason="no_free_blocks"}',
     "prefix_cached_tokens_total",
     "kv_transfer_bytes_total",
     "kv_transfer_seconds_count",
@@ -59,3 +63,35 @@ def test_two_objects_in_one_process_do_not_share_counts() -> None:
     first, second = NodeMetrics(), NodeMetrics()
     first.prompt_tokens_total.inc(3)
     assert samples(second)["decant_prompt_tokens_total"] == 0
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def reasons_given_to(*functions: str, rooms: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """(reason, where) of every call of these functions with a literal reason."""
+    for file in (path for room in rooms for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            for argument in node.args if name in functions else ():
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield argument.value, f"{file.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_every_reason_for_which_a_transfer_ends_has_its_label() -> None:
+    found = list(
+        reasons_given_to("session_over", "end", "NodeEnded", "ReceiveFailed", "LaneFailed", rooms=("kv_transfer",))
+    )
+    assert len(found) > 10, "the functions have other names now"
+    assert [place for place in found if place[0] not in TRANSFER_FAILURE_REASONS] == []
+
+
+def test_every_reason_for_which_a_message_changes_nothing_has_its_label() -> None:
+    found = [
+        *reasons_given_to("count", rooms=("kv_transfer/protocol",)),
+        *reasons_given_to("Dropped", "CountDropped", "_dropped", rooms=("router", "decode_node")),
+    ]
+    assert len(found) > 10, "the functions have other names now"
+    assert [place for place in found if place[0] not in DROPPED_REASONS] == []
