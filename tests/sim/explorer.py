@@ -1,0 +1,179 @@
+"""Breadth-first search through every interleaving of a small world (`transfer_world`), with the real protocol machines.
+
+In every state the invariants are checked; at the end, that rest is reachable from every state by what happens by itself
+(progress and deadlines, no misfortune). A violation is shown as the shortest list of actions that leads to it.
+
+    python tests/sim/explorer.py [--states N] [--world NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from array import array
+from dataclasses import dataclass
+
+from transfer_world import (
+    Action,
+    Budget,
+    Plan,
+    World,
+    actions,
+    apply,
+    at_rest,
+    check,
+    is_progress,
+    new_world,
+    transfer,
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has seen. `complete`: every reachable state was visited. `violation` is "" or names the invariant, and
+    `trace` is then the way there; `stuck` counts states from which rest cannot be reached (only known when complete)."""
+
+    states: int
+    transitions: int
+    complete: bool
+    stuck: int
+    violation: str
+    trace: tuple[Action, ...]
+
+
+class Search:
+    def __init__(self, start: World, limit: int) -> None:
+        self.limit = limit
+        self.identity: dict[int, int] = {}
+        self.parents: array[int] = array("q")
+        self.came_by: list[Action] = []
+        self.sources: array[int] = array("q")
+        self.targets: array[int] = array("q")
+        self.resting: list[int] = []
+        self.transitions = 0
+        self.frontier: list[tuple[int, World]] = []
+        self._visit(start, -1, ())
+
+    def run(self) -> Found:
+        while self.frontier and len(self.parents) < self.limit:
+            layer, self.frontier = self.frontier, []
+            for number, world in layer:
+                violation, action = self._expand(number, world)
+                if violation:
+                    trace = (*self._trace(number), *([action] if action else []))
+                    return Found(len(self.parents), self.transitions, False, 0, violation, trace)
+        complete = not self.frontier
+        stuck = self._stuck() if complete else []
+        trace = self._trace(stuck[0]) if stuck else ()
+        violation = "I7: rest cannot be reached" if stuck else ""
+        return Found(len(self.parents), self.transitions, complete, len(stuck), violation, trace)
+
+    def _expand(self, number: int, world: World) -> tuple[str, Action]:
+        found = actions(world)
+        for action in found:
+            try:
+                following, _ = apply(world, action)
+                check(following)
+            except (AssertionError, KeyError, IndexError) as error:
+                return f"{type(error).__name__}: {error}", action
+            self.transitions += 1
+            target = self._visit(following, number, action)
+            if is_progress(action):
+                self.sources.append(number)
+                self.targets.append(target)
+        return "", ()
+
+    def _visit(self, world: World, parent: int, action: Action) -> int:
+        key = hash(world)
+        number = self.identity.get(key)
+        if number is None:
+            number = len(self.parents)
+            self.identity[key] = number
+            self.parents.append(parent)
+            self.came_by.append(action)
+            self.frontier.append((number, world))
+            if at_rest(world):
+                self.resting.append(number)
+        return number
+
+    def _trace(self, number: int) -> tuple[Action, ...]:
+        trace = []
+        while self.parents[number] >= 0:
+            trace.append(self.came_by[number])
+            number = self.parents[number]
+        return tuple(reversed(trace))
+
+    def _stuck(self) -> list[int]:
+        """States from which no resting state can be reached."""
+        backwards: dict[int, list[int]] = {}
+        for source, target in zip(self.sources, self.targets, strict=True):
+            backwards.setdefault(target, []).append(source)
+        reached, todo = set(self.resting), list(self.resting)
+        while todo:
+            for source in backwards.get(todo.pop(), ()):
+                if source not in reached:
+                    reached.add(source)
+                    todo.append(source)
+        return [number for number in range(len(self.parents)) if number not in reached]
+
+
+def explore(plan: Plan, budget: Budget, limit: int = 10_000_000) -> Found:
+    return Search(new_world(plan, budget), limit).run()
+
+
+ONE = (transfer("r"),)
+TWO = (transfer("r"), transfer("s"))
+AGAIN = (transfer("r"), transfer("r", attempt=2))
+
+WORLDS: dict[str, tuple[Plan, Budget]] = {
+    "quiet": (Plan(ONE), Budget()),
+    "abort": (Plan(ONE), Budget(abort=1)),
+    "prefill fails": (Plan(ONE), Budget(prefill_fails=1)),
+    "abort and failure": (Plan(ONE, positions=1), Budget(abort=1, prefill_fails=1)),
+    "cut": (Plan(ONE), Budget(cut=1)),
+    "cut and abort": (Plan(ONE, positions=1), Budget(cut=1, abort=1)),
+    "repeat": (Plan(ONE, positions=1), Budget(repeat=1)),
+    "corrupt": (Plan(ONE), Budget(corrupt=1)),
+    "wrong source": (Plan(ONE), Budget(wrong_source=1)),
+    "send refused": (Plan(ONE), Budget(send_refused=1)),
+    "receive fails": (Plan(ONE), Budget(receive_fails=1)),
+    "unavailable": (Plan(ONE), Budget(unavailable=1)),
+    "endpoint": (Plan(ONE, positions=1), Budget(endpoint=1)),
+    "prefill node dies": (Plan(ONE, positions=1), Budget(crash_p=1)),
+    "decode node dies": (Plan(ONE, positions=1), Budget(crash_d=1)),
+    "hang": (Plan(ONE, positions=1), Budget(deadline=1)),
+    "receiver reads, endpoint": (Plan(ONE, positions=1, lane="receiver_reads"), Budget(endpoint=1, abort=1)),
+    "sender writes, endpoint": (Plan(ONE, positions=1, lane="sender_writes"), Budget(endpoint=1)),
+    "sender writes, death": (Plan(ONE, positions=1, lane="sender_writes"), Budget(crash_p=1)),
+    "one slot, abort": (Plan(ONE, slots=1, sending_slots=1), Budget(abort=1)),
+    "superseded": (Plan(AGAIN, positions=1), Budget()),
+    "everything is cached": (Plan(ONE, cached=2), Budget(abort=1)),
+    "two transfers": (Plan(TWO, positions=1, slots=1, sending_slots=1), Budget()),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--states", type=int, default=10_000_000, help="stop a world's search at so many states")
+    parser.add_argument("--world", action="append", choices=sorted(WORLDS), help="only this world (may be repeated)")
+    arguments = parser.parse_args()
+    states = transitions = failures = 0
+    began_s = time.perf_counter()
+    for name in arguments.world or WORLDS:
+        found = explore(*WORLDS[name], limit=arguments.states)
+        states, transitions = states + found.states, transitions + found.transitions
+        extent = "all" if found.complete else "not all"
+        print(f"{name}: {found.states} distinct states ({extent}), {found.transitions} transitions", flush=True)
+        if found.violation:
+            failures += 1
+            print(f"  {found.violation}")
+            for action in found.trace:
+                print(f"    {action}")
+    took_s = time.perf_counter() - began_s
+    print(f"explored {states} distinct states, {transitions} transitions, {failures} violations, {took_s:.0f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
