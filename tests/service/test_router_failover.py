@@ -180,7 +180,7 @@ async def test_without_any_node_the_answer_is_503_and_names_it(folder: Path) -> 
 async def test_after_the_first_byte_a_failure_is_an_error_event_and_not_an_end(folder: Path) -> None:
     node = FakeNode("d0", tokens_until_pause=5)
     async with router_with(folder, node, request_timeout_s=0.5) as router:
-        body = {"model": router.model, "prompt": "x", "max_tokens": 50, "stream": True}
+        body: Any = {"model": router.model, "prompt": "x", "max_tokens": 50, "stream": True}
         async with router.http.post(f"{router.url}/v1/completions", json=body) as response:
             events = (await response.text()).strip().split("\n\n")
         assert response.status == 200

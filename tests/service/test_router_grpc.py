@@ -46,7 +46,7 @@ def _ask_through_reflection(address: str) -> tuple[list[str], list[Any]]:
             request_serializer=request.SerializeToString,
             response_deserializer=response.FromString,
         )
-        asked = request(text="hello")
+        asked: Any = request(text="hello")
         asked.sampling.seed, asked.sampling.max_tokens = 3, 12
         return services, list(call(asked, timeout=10))
 

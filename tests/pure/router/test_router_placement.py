@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from foundation.ids import Incarnation, NodeId
 from foundation.registry_entry import Role
@@ -26,8 +27,8 @@ def node(name: str, role: Role = Role.DECODE, **changes: object) -> Candidate:
     return replace(Candidate(key, role, None, "same", 8192, 0, 0), **changes)  # type: ignore[arg-type]
 
 
-def placed(*candidates: Candidate, memory: PrefixMemory | None = None, **options: object) -> Placement | NoPlacement:
-    return place(len(PROMPT), 10, CHAIN, candidates, memory or PrefixMemory(), **options)  # type: ignore[arg-type]
+def placed(*candidates: Candidate, memory: PrefixMemory | None = None, **options: Any) -> Placement | NoPlacement:
+    return place(len(PROMPT), 10, CHAIN, candidates, memory or PrefixMemory(), **options)
 
 
 def names(keys: tuple[NodeKey, ...]) -> list[str]:
@@ -106,7 +107,7 @@ def test_a_node_that_lost_the_request_is_taken_only_if_there_is_no_other() -> No
 
 
 def test_f27_without_a_prefill_node_the_decode_node_serves_alone_and_the_reason_is_named() -> None:
-    def reason(*prefill: Candidate, **options: object) -> str:
+    def reason(*prefill: Candidate, **options: Any) -> str:
         found = placed(node("d0"), *prefill, **options)
         assert isinstance(found, Placement)
         assert found.prefill == ()
