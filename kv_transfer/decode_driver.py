@@ -127,13 +127,24 @@ class DecodeDriver:
         self._pump: Pump[on.DecodeEvent, do.DecodeEffect] = Pump(
             self._handle, self._execute, self._busy, self._tick, self._clockwork.tick_s
         )
+        self._copier.failure.add_done_callback(self._pump.fail_with)
         self._streams = ControlClient(self._pump.emit, observer.dropped, limits.silence_limit_s)
         self._sessions = DataSessions(self._pump.emit)
+
+    @property
+    def failure(self) -> asyncio.Future[None]:
+        """Ends with an exception when the transfers cannot go on, which is a bug: the node must end with it."""
+        return self._pump.failure
 
     @property
     def side(self) -> DecodeSide:
         """The protocol's state, to be looked at: who waits for whom."""
         return self._side
+
+    @property
+    def staging_drawn_bytes(self) -> int:
+        """Payload bytes of all arenas that are not given back yet, those in quarantine included."""
+        return self._staging.drawn_bytes
 
     async def close(self) -> None:
         """Close every session and stream. What is still under way ends without a further word to the node."""

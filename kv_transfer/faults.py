@@ -6,8 +6,8 @@ given. The text is `name=value` pairs, separated by commas; values count a trans
     flip_byte_of_parcel=3     P flips one payload byte of parcel 3 just before it leaves, once
     hold_sends_from=3         P never sends parcel 3 or any after it
     hold_landed_from=3        D never notices that parcel 3 or any after it has landed
-    stop_after_sent=3         P stops itself (SIGSTOP) once 3 parcels of a transfer have been sent
-    kill_after_sent=3         P kills itself (SIGKILL) then
+    stop_before_send=3        P stops itself (SIGSTOP) just before parcel 3 would leave, once; woken, it sends it
+    kill_before_send=3        P kills itself (SIGKILL) just before parcel 3 would leave
     kill_after_landed=3       D kills itself once 3 parcels of a transfer have landed
 
 Must not know: protocol, transports.
@@ -33,22 +33,21 @@ class Faults:
     flip_byte_of_parcel: int | None = None
     hold_sends_from: int | None = None
     hold_landed_from: int | None = None
-    stop_after_sent: int | None = None
-    kill_after_sent: int | None = None
+    stop_before_send: int | None = None
+    kill_before_send: int | None = None
     kill_after_landed: int | None = None
 
     def before_send(self, parcel_index: int, message: Bytes) -> bool:
         """False when this parcel must not leave."""
+        if self.stop_before_send == parcel_index:
+            self.stop_before_send = None
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.kill_before_send == parcel_index:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.flip_byte_of_parcel == parcel_index:
             self.flip_byte_of_parcel = None
             message[len(message) // 3] ^= 0x10
         return self.hold_sends_from is None or parcel_index < self.hold_sends_from
-
-    def after_sent(self, parcels_sent: int) -> None:
-        if self.stop_after_sent == parcels_sent:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if self.kill_after_sent == parcels_sent:
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def after_landed(self, parcel_index: int, parcels_landed: int) -> bool:
         """False when D must not notice."""

@@ -67,7 +67,6 @@ class _Outbound:
     block_ids: tuple[BlockId, ...] = ()
     owner_words: tuple[int, ...] = ()
     seeds: DigestSeeds | None = None
-    sent_parcels: int = 0
 
 
 class PrefillDriver:
@@ -108,8 +107,14 @@ class PrefillDriver:
         self._pump: Pump[on.PrefillEvent, do.PrefillEffect] = Pump(
             self._handle, self._execute, self._busy, self._tick, self._clockwork.tick_s
         )
+        self._copier.failure.add_done_callback(self._pump.fail_with)
         self._streams = ControlServer(self._pump.emit, self._receive, observer.dropped, limits.silence_limit_s)
         self._sessions = DataSessions(self._pump.emit)
+
+    @property
+    def failure(self) -> asyncio.Future[None]:
+        """Ends with an exception when the transfers cannot go on, which is a bug: the node must end with it."""
+        return self._pump.failure
 
     @property
     def side(self) -> PrefillSide:
@@ -304,16 +309,10 @@ class PrefillDriver:
     def _was_sent(self, gathered: do.Gather, effect: do.SendParcel, outcome: SendOutcome) -> None:
         match outcome:
             case Sent():
-                self._notice_sent(gathered, effect.length - TRAILER_BYTES)
+                payload_bytes = effect.length - TRAILER_BYTES
+                self._observer.parcel("sent", gathered.transfer, gathered.parcel_index, payload_bytes)
                 self._pump.emit(on.Sent(effect.slot))
             case SendFailed(reason=reason):
                 self._pump.emit(on.SendFailed(effect.slot, reason))
             case _:
                 assert_never(outcome)
-
-    def _notice_sent(self, gathered: do.Gather, payload_bytes: int) -> None:
-        self._observer.parcel("sent", gathered.transfer, gathered.parcel_index, payload_bytes)
-        outbound = self._outbound.get(gathered.transfer)
-        if outbound is not None:
-            outbound.sent_parcels += 1
-            self._faults.after_sent(outbound.sent_parcels)

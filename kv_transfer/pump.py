@@ -26,6 +26,7 @@ class Pump(Generic[Event, Effect]):
     """`handle` takes an event and returns its effects; `execute` starts one effect and never waits.
 
     While `busy`, `tick(now_s)` is asked every `tick_s` for the events that time brings about; at rest no timer runs.
+    `failure` ends with the exception that stopped the pump, if one does.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Pump(Generic[Event, Effect]):
         self._events: deque[Event] = deque()
         self._turning = False
         self._closed = False
+        self.failure: asyncio.Future[None] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
 
     def emit(self, event: Event) -> None:
@@ -58,6 +60,9 @@ class Pump(Generic[Event, Effect]):
             while self._events:
                 for effect in self._handle(self._events.popleft()):
                     self._execute(effect)
+        except Exception as error:
+            self.fail(error)
+            raise
         finally:
             self._turning = False
         if self._timer is None and self._busy():
@@ -69,6 +74,20 @@ class Pump(Generic[Event, Effect]):
         self._events.clear()
         if self._timer is not None:
             self._timer.cancel()
+        if not self.failure.done():
+            self.failure.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """A bug: the core's state can no longer be trusted, so it takes no further event, and the node must end."""
+        log.critical("transfers failed", exc_info=error)
+        if not self.failure.done():
+            self.failure.set_exception(error)
+        self.close()
+
+    def fail_with(self, work: asyncio.Future[Any]) -> None:
+        """What the core relies on (a thread, say) has ended: badly, if it has an exception."""
+        if not work.cancelled() and (error := work.exception()):
+            self.fail(error)
 
     def _time_passed(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._time_passed) if self._busy() else None

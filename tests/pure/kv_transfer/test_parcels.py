@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foundation.ids import BlockId
 from foundation.kv_layout import KvLayout
 from kv_transfer.plan.parcels import ParcelName, cut_parcels, partition_error, verified_prefix
 from kv_transfer.plan.regions import source_region, target_regions
 from kv_transfer.plan.shards import shard_shape, shards
+from kv_transfer.pool_copy import KvPool, gather_parcel, scatter_parcel
 
 HEAD_DIM = 2
 ELEMENT_BYTES = 4
@@ -70,36 +72,9 @@ def pools_of(layout: KvLayout, blocks: int) -> list[np.ndarray]:
     return [np.full(shard_shape(layout, shard, blocks), -1, np.float32) for shard in shards(layout)]
 
 
-def carry(
-    parcel: ParcelName,
-    source: tuple[KvLayout, list[np.ndarray], list[int]],
-    target: tuple[KvLayout, list[np.ndarray], list[int]],
-) -> None:
-    """Move one parcel position by position along the regions that the plan names."""
-
-    def place(layout: KvLayout, blocks: list[int], position: int) -> tuple[int, int]:
-        return blocks[position // layout.block_size], position % layout.block_size
-
-    layout, pools, blocks = source
-    region = source_region(parcel, layout)
-    wire = np.empty(
-        (region.end_layer - region.first_layer, 2, parcel.positions, region.end_head - region.first_head, HEAD_DIM)
-    )
-    for index, position in enumerate(range(parcel.first_position, parcel.end_position)):
-        block, offset = place(layout, blocks, position)
-        run = pools[region.shard][region.group, block, region.first_layer : region.end_layer]
-        heads = slice(region.first_head, region.end_head)
-        wire[:, :, index] = run[:, :, offset, heads] if layout.head_order == "NHD" else run[:, :, heads, offset]
-    layout, pools, blocks = target
-    for region in target_regions(parcel, layout):
-        for index, position in enumerate(range(parcel.first_position, parcel.end_position)):
-            block, offset = place(layout, blocks, position)
-            run = pools[region.shard][region.group, block, region.first_layer : region.end_layer]
-            heads = slice(region.first_head, region.end_head)
-            if layout.head_order == "NHD":
-                run[:, :, offset, heads] = wire[:, :, index]
-            else:
-                run[:, :, heads, offset] = wire[:, :, index]
+def as_pool(layout: KvLayout, arrays: list[np.ndarray]) -> KvPool:
+    views = tuple(array.view(np.uint8) for array in arrays)
+    return KvPool(layout, views, np.zeros(arrays[0].shape[1], np.uint64))
 
 
 @given(transfers())
@@ -128,7 +103,7 @@ def test_a_side_that_is_source_or_target_cuts_alike(transfer: tuple[KvLayout, Kv
 
 @settings(max_examples=60, deadline=None)
 @given(transfers(), st.randoms(use_true_random=False))
-def test_what_the_regions_carry_is_what_was_there(
+def test_what_lands_is_what_was_there_whatever_the_layouts(
     transfer: tuple[KvLayout, KvLayout, int, int, int], random: object
 ) -> None:
     source, target, from_position, end_position, slot_bytes = transfer
@@ -144,8 +119,12 @@ def test_what_the_regions_carry_is_what_was_there(
     expected = pools_of(target, len(sides[1][2]))
     reference_write(expected, target, sides[1][2], kv)
     reference_write(sides[1][1], target, sides[1][2], kv[:, :, :from_position])
+    (_, source_arrays, source_blocks), (_, target_arrays, target_blocks) = sides
+    source_pool, target_pool = as_pool(source, source_arrays), as_pool(target, target_arrays)
     for parcel in cut_parcels(from_position, end_position, source, target, slot_bytes):
-        carry(parcel, sides[0], sides[1])
+        wire = np.empty(parcel.wire_bytes(source), np.uint8)
+        gather_parcel(source_pool, [BlockId(block) for block in source_blocks], parcel, wire)
+        scatter_parcel(target_pool, [BlockId(block) for block in target_blocks], parcel, wire)
     for landed, wanted in zip(sides[1][1], expected, strict=True):
         np.testing.assert_array_equal(landed, wanted)
 
