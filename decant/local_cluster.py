@@ -19,9 +19,10 @@ from typing import Any
 
 from decant.default_model import default_model_folder, ensure_default_model, is_converted
 from decant.processes import ALL_FIELDS, require_node_ports, require_router_ports
-from foundation.config import Options, Setting, build, describe, gather, option, origins
+from foundation.config import Options, Setting, build, describe, option, origins
 from foundation.errors import ConfigurationError
 from foundation.model_folder import resolve_model_folder, served_model_name
+from foundation.option_sources import gather
 from node.options import DecodeOptions, NodeOptions, PrefillOptions
 from router.options import EMBEDDED, RouterOptions
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from foundation.config import Parsed, field_names, parse
+from foundation.config import field_names
+from foundation.option_sources import Parsed, parse
 from foundation.ports import require_free_port
 from node.options import DecodeOptions, NodeOptions, PrefillOptions
 from router.options import RouterOptions

@@ -1,36 +1,24 @@
-"""How options are declared, gathered from their four sources, checked and frozen.
+"""How options are declared, checked together and frozen; where their values come from is `foundation.option_sources`.
 
 A process declares its options as one frozen dataclass derived from `Options`, each field made by `option` or `derived`.
-`parse` gathers values (command line > DECANT_* environment > --config FILE > default), and building the dataclass checks
-each value and then all of them together: an instance that exists is valid, in tests as well.
-
-A field `max_num_seqs` is `--max-num-seqs` on the command line, `DECANT_MAX_NUM_SEQS` in the environment and `max-num-seqs`
-in the file. Nothing unknown is ever ignored: it stops the start and the nearest valid name is given.
+Building it checks each value and then all of them together: an instance that exists is valid, in tests as well.
 
 Must not know: what any option means.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import math
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
-
-import yaml
+from typing import Any, TypeVar
 
 from foundation.errors import ConfigurationError
-
-ENVIRONMENT_PREFIX = "DECANT_"
-ALWAYS_KNOWN_VARIABLES = frozenset({"DECANT_CACHE", "DECANT_CONFIG", "DECANT_TEST_FAULTS"})
-"""No option of any process: the cache folder, the way to say --config, and the faults that --enable-test-faults obeys."""
 
 DEFAULT_ORIGIN = "default"
 
@@ -79,9 +67,9 @@ class Options:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is _REQUIRED:
-                raise ConfigurationError(option_name(field.name), f"is required ({_facts(field).help})")
+                raise ConfigurationError(option_name(field.name), f"is required ({option_facts(field).help})")
         for field in dataclasses.fields(self):
-            derive = _facts(field).derive
+            derive = option_facts(field).derive
             if derive is not None and getattr(self, field.name) is _DERIVED:
                 object.__setattr__(self, field.name, derive(self))
         kinds = _field_kinds(type(self))
@@ -104,61 +92,12 @@ class Setting:
     origin: str
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed(Generic[OptionsT]):
-    options: OptionsT
-    origins: Mapping[str, str]
-    print_config: bool
-
-    def describe(self) -> str:
-        """Every option, its value and its origin, one a line; passwords in URLs are hidden."""
-        return describe(self.options, self.origins)
-
-
 def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def variable_name(field_name: str) -> str:
-    return ENVIRONMENT_PREFIX + field_name.upper()
-
-
 def field_names(options_type: type[Options]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(options_type))
-
-
-def parse(
-    options_type: type[OptionsT],
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    program: str,
-    description: str,
-    other_fields: Collection[str] = (),
-) -> Parsed[OptionsT]:
-    """Options of one process. `other_fields` are other processes' options: their DECANT_* variables are no typos here.
-
-    Raises `ConfigurationError`; ends the process only for --help.
-    """
-    fields = {field.name: field for field in dataclasses.fields(options_type)}
-    settings, print_config = gather(fields, arguments, environment, program, description, other_fields)
-    return Parsed(build(options_type, settings), origins(options_type, settings), print_config)
-
-
-def gather(
-    fields: Mapping[str, dataclasses.Field[Any]],
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    program: str,
-    description: str,
-    other_fields: Collection[str] = (),
-) -> tuple[dict[str, Setting], bool]:
-    """Every value that somebody gave for one of `fields`, the strongest source winning; and whether to print them."""
-    given, config_file, print_config = _from_command_line(fields, arguments, program, description)
-    from_environment = _from_environment(fields, environment, other_fields)
-    config_file = config_file or environment.get("DECANT_CONFIG")
-    from_file = _from_file(fields, config_file) if config_file else {}
-    return {**from_file, **from_environment, **given}, print_config
 
 
 def build(options_type: type[OptionsT], settings: Mapping[str, Setting], **decided: Any) -> OptionsT:
@@ -204,83 +143,6 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-# The four sources.
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        argument, _, problem = message.removeprefix("argument ").partition(": ")
-        raise ConfigurationError(argument if problem else self.prog, problem or message)
-
-
-def _from_command_line(
-    fields: Mapping[str, dataclasses.Field[Any]], arguments: Sequence[str], program: str, description: str
-) -> tuple[dict[str, Setting], str | None, bool]:
-    parser = _Parser(prog=program, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of option names and values")
-    parser.add_argument(
-        "--print-config", action="store_true", help="show every value and where it came from, then exit"
-    )
-    for name, field in fields.items():
-        facts = _facts(field)
-        text = facts.help + (f" [{'|'.join(facts.choices)}]" if facts.choices else "") + _default_help(field)
-        text = text.replace("%", "%%")
-        if _is_switch(field):
-            parser.add_argument(option_name(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            parser.add_argument(option_name(name), dest=name, metavar=name.rpartition("_")[2].upper(), help=text)
-    known, unknown = parser.parse_known_args(list(arguments))
-    if unknown:
-        _refuse_argument(unknown[0], [action for a in parser._actions for action in a.option_strings])
-    values = vars(known)
-    config_file = values.pop("config", None)
-    print_config = values.pop("print_config", False)
-    return {name: Setting(value, "command line") for name, value in values.items()}, config_file, print_config
-
-
-def _refuse_argument(argument: str, known: Collection[str]) -> NoReturn:
-    name = argument.split("=", 1)[0]
-    if not name.startswith("-"):
-        raise ConfigurationError(repr(argument), "is no option; options look like --name value")
-    raise ConfigurationError(name, f"unknown option{nearest(name, known)}")
-
-
-def _from_environment(
-    fields: Mapping[str, dataclasses.Field[Any]], environment: Mapping[str, str], other_fields: Collection[str]
-) -> dict[str, Setting]:
-    own = {variable_name(name): name for name in fields}
-    known = {*own, *map(variable_name, other_fields), *ALWAYS_KNOWN_VARIABLES}
-    for variable in environment:
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
-            raise ConfigurationError(variable, f"unknown environment variable{nearest(variable, known)}")
-    return {
-        name: Setting(environment[variable], f"environment {variable}")
-        for variable, name in own.items()
-        if variable in environment
-    }
-
-
-def _from_file(fields: Mapping[str, dataclasses.Field[Any]], path: str) -> dict[str, Setting]:
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError("--config", f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError("--config", f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigurationError("--config", f"{path} must map option names to values, not hold a {_noun(content)}")
-    known = {name.replace("_", "-"): name for name in fields}
-    settings = {}
-    for key, value in content.items():
-        name = known.get(str(key).replace("_", "-"))
-        if name is None:
-            raise ConfigurationError(f"{key} (in {path})", f"unknown option{nearest(str(key), known)}")
-        settings[name] = Setting(value, f"file {path}")
-    return settings
-
-
 # From what was written to a typed value, and its checks.
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -297,12 +159,12 @@ def _convert(field: dataclasses.Field[Any], kind: Any, setting: Setting) -> Any:
     name = option_name(field.name)
     where = f" (from {setting.origin})"
     if isinstance(value, (dict, list)) or value is None:
-        raise ConfigurationError(name, f"must be a single value, not a {_noun(value)}{where}")
+        raise ConfigurationError(name, f"must be a single value, not a {noun_of(value)}{where}")
     if isinstance(value, bool) and kind is not bool:
         raise ConfigurationError(name, f"must be a {_noun_of_kind(kind)}, not {str(value).lower()}{where}")
     text = str(value).strip()
     try:
-        return _read(kind, text, _facts(field).sized)
+        return _read(kind, text, option_facts(field).sized)
     except ValueError:
         raise ConfigurationError(name, f"{text!r} is not a {_noun_of_kind(kind)}{where}") from None
 
@@ -328,7 +190,7 @@ def _read(kind: Any, text: str, sized: bool) -> Any:
 
 
 def _check_value(field: dataclasses.Field[Any], kind: Any, value: Any) -> None:
-    name, facts = option_name(field.name), _facts(field)
+    name, facts = option_name(field.name), option_facts(field)
     if value is None and _is_optional(kind):
         return
     plain = _plain_kind(kind)
@@ -349,7 +211,15 @@ def _check_value(field: dataclasses.Field[Any], kind: Any, value: Any) -> None:
         raise ConfigurationError(name, "must not be empty")
 
 
-def _facts(field: dataclasses.Field[Any]) -> OptionFacts:
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is _REQUIRED
+
+
+def is_derived(field: dataclasses.Field[Any]) -> bool:
+    return field.default is _DERIVED
+
+
+def option_facts(field: dataclasses.Field[Any]) -> OptionFacts:
     facts = field.metadata["option"]
     assert isinstance(facts, OptionFacts), f"{field.name} was not made by option() or derived()"
     return facts
@@ -357,10 +227,6 @@ def _facts(field: dataclasses.Field[Any]) -> OptionFacts:
 
 def _field_kinds(options_type: type[Options]) -> dict[str, Any]:
     return typing.get_type_hints(options_type)
-
-
-def _is_switch(field: dataclasses.Field[Any]) -> bool:
-    return field.type in (bool, "bool")
 
 
 def _is_optional(kind: Any) -> bool:
@@ -377,20 +243,12 @@ def _noun_of_kind(kind: Any) -> str:
     return {int: "whole number", float: "number", bool: "truth value (true or false)", str: "text"}[kind]
 
 
-def _noun(value: Any) -> str:
+def noun_of(value: Any) -> str:
     return {dict: "mapping", list: "list", type(None): "empty value"}.get(type(value), "single value")
 
 
 def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
-
-
-def _default_help(field: dataclasses.Field[Any]) -> str:
-    if field.default is _REQUIRED:
-        return " (required)"
-    if field.default is _DERIVED:
-        return f" (default: {_facts(field).derived_help})"
-    return "" if field.default is None else f" (default: {field.default})"
 
 
 def _hide_password(value: Any) -> str:

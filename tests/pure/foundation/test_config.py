@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation.config import Options, Parsed, derived, option, parse, to_arguments
+from foundation.config import Options, derived, option, to_arguments
 from foundation.errors import ConfigurationError
+from foundation.option_sources import Parsed, parse
 
 
 @dataclass(frozen=True)
