@@ -1,4 +1,4 @@
-"""What tests of several rooms share: the converted default model, a real Redis, and how many golden prompts to take."""
+"""What tests of several rooms share: the converted default model and a real Redis."""
 
 from __future__ import annotations
 
@@ -12,21 +12,6 @@ from pathlib import Path
 import pytest
 
 REDIS_START_LIMIT_S = 10.0
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--golden",
-        choices=("some", "all"),
-        default="some",
-        help="how many of the golden prompts are compared: some (12, quick) or all (64)",
-    )
-
-
-@pytest.fixture(scope="session")
-def all_golden(request: pytest.FixtureRequest) -> bool:
-    """Whether every golden prompt is wanted, not only the quick dozen."""
-    return bool(request.config.getoption("--golden") == "all")
 
 
 @pytest.fixture(scope="session")
