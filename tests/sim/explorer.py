@@ -1,3 +1,4 @@
+# ruff: noqa: T201 - a verb that prints its figures
 """Breadth-first search through every interleaving of a small world (`transfer_world`), with the real protocol machines.
 
 In every state the invariants are checked; at the end, that rest is reachable from every state by what happens by itself
@@ -26,6 +27,7 @@ from transfer_world import (
     is_progress,
     new_world,
     transfer,
+    waits_for_nobody,
 )
 
 
@@ -71,6 +73,8 @@ class Search:
 
     def _expand(self, number: int, world: World) -> tuple[str, Action]:
         found = actions(world)
+        if waits_for_nobody(world):
+            return "I7: all is quiet, everybody is alive, and it is not at rest", ()
         for action in found:
             try:
                 following, _ = apply(world, action)

@@ -13,7 +13,7 @@ nodes are models of what docs/protocol.md says about them:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from foundation.fingerprint import Fingerprint
@@ -28,6 +28,7 @@ from kv_transfer.protocol.effects import (
     CancelReceive,
     CloseSession,
     CloseStream,
+    Count,
     Gather,
     NodeCommitted,
     NodeEnded,
@@ -43,7 +44,7 @@ from kv_transfer.protocol.effects import (
     SendParcel,
 )
 from kv_transfer.protocol.local import LocalNode
-from kv_transfer.protocol.messages import Abort, Credits, Envelope, Hello
+from kv_transfer.protocol.messages import Credits, Envelope, Hello
 from kv_transfer.protocol.prefill_turn import PrefillSide
 from kv_transfer.protocol.sending import SendingState, new_sending_slots
 from kv_transfer.protocol.table import Table
@@ -63,7 +64,9 @@ class Content(NamedTuple):
 
     @property
     def digest(self) -> int:
-        return 10_000 * self.session + 1_000 * self.transfer.attempt + 100 * self.transfer.try_number + self.parcel_index
+        return (
+            10_000 * self.session + 1_000 * self.transfer.attempt + 100 * self.transfer.try_number + self.parcel_index
+        )
 
 
 class Message(NamedTuple):
@@ -140,8 +143,8 @@ class World:
     stream: str = "none"
     to_p: tuple[Envelope, ...] = ()
     to_d: tuple[Envelope, ...] = ()
-    d_hears_loss: bool = False
-    p_hears_loss: bool = False
+    d_hears_loss: str = ""  # "" | "orderly": after what was sent | "abrupt": at any moment, what was sent is lost
+    p_hears_loss: str = ""
     lanes_d: frozenset[int] = frozenset()
     lanes_p: frozenset[int] = frozenset()
     lanes_live: frozenset[int] = frozenset()
@@ -265,7 +268,7 @@ def _progress(world: World) -> Iterator[Action]:
         yield from _stream_progress(world)
         if world.to_d:
             yield ("to_d",)
-        if world.d_hears_loss:
+        if world.d_hears_loss == "abrupt" or (world.d_hears_loss and not world.to_d):
             yield ("d_hears_loss",)
         yield from (("d_broken", session) for session in world.d_broken)
         yield from (("d_fenced", session) for session in world.d_fences if _d_fence_is_due(world, session))
@@ -280,7 +283,7 @@ def _progress(world: World) -> Iterator[Action]:
     if world.p is not None:
         if world.to_p:
             yield ("to_p",)
-        if world.p_hears_loss:
+        if world.p_hears_loss == "abrupt" or (world.p_hears_loss and not world.to_p):
             yield ("p_hears_loss",)
         yield from (("p_broken", session) for session in world.p_broken)
         yield from (("p_fenced", session) for session in world.p_fences if _p_fence_is_due(world, session))
@@ -348,9 +351,7 @@ def _misfortunes(world: World) -> Iterator[Action]:
 
 
 def _sending_slot(world: World, message: Message) -> int | None:
-    return next(
-        (slot for slot, session in world.sends if world.sending_memory.get(slot) == message.content), None
-    )
+    return next((slot for slot, session in world.sends if world.sending_memory.get(slot) == message.content), None)
 
 
 def _deadlines(world: World, *, free: bool) -> Iterator[Action]:
@@ -454,18 +455,18 @@ def _spend(stage: Stage, what: str) -> None:
 
 
 def _d_hears_loss(stage: Stage) -> None:
-    stage.d_hears_loss, stage.to_d = False, ()
+    stage.d_hears_loss, stage.to_d = "", ()
     stage.tell_d(events.StreamLost(P, "reset"))
 
 
 def _p_hears_loss(stage: Stage) -> None:
-    stage.p_hears_loss, stage.to_p = False, ()
+    stage.p_hears_loss, stage.to_p = "", ()
     stage.tell_p(events.StreamLost(D, "reset"))
 
 
 def _cut(stage: Stage) -> None:
     _spend(stage, "cut")
-    stage.stream, stage.d_hears_loss, stage.p_hears_loss = "none", True, True
+    stage.stream, stage.d_hears_loss, stage.p_hears_loss = "none", "abrupt", "abrupt"
 
 
 def _lane(stage: Stage, session: int) -> None:
@@ -511,9 +512,7 @@ def _ghost(stage: Stage, moving: Moving) -> None:
 def _receive_fails(stage: Stage, moving: Moving) -> None:
     _spend(stage, "receive_fails")
     stage.moving -= {moving}
-    stage.tell_d(
-        events.ReceiveFailed(P, moving.receive.session, CreditNumber(moving.receive.credit), "truncated")
-    )
+    stage.tell_d(events.ReceiveFailed(P, moving.receive.session, CreditNumber(moving.receive.credit), "truncated"))
 
 
 def _cancelled(stage: Stage, receive: Receive) -> None:
@@ -629,9 +628,9 @@ def _p_fenced(stage: Stage, session: int) -> None:
 
 def _crash_p(stage: Stage) -> None:
     _spend(stage, "crash_p")
-    stage.p, stage.to_p, stage.p_hears_loss = None, (), False
+    stage.p, stage.to_p, stage.p_hears_loss = None, (), ""
     if stage.stream == "up":
-        stage.d_hears_loss, stage.stream = True, "none"
+        stage.d_hears_loss, stage.stream = "abrupt", "none"
     stage.d_broken |= stage.lanes_live
     if stage.plan.lane == "sender_writes":
         # the process is gone; the rim proves that its device work has drained
@@ -647,9 +646,9 @@ def _restart_p(stage: Stage) -> None:
 
 def _crash_d(stage: Stage) -> None:
     _spend(stage, "crash_d")
-    stage.d, stage.to_d, stage.d_hears_loss = None, (), False
+    stage.d, stage.to_d, stage.d_hears_loss = None, (), ""
     if stage.stream == "up":
-        stage.p_hears_loss = True
+        stage.p_hears_loss = "abrupt"
     stage.stream = "none"
     stage.p_broken |= stage.lanes_live
     stage.lanes_live = stage.lanes_d = stage.d_broken = stage.d_fences = frozenset()
@@ -727,8 +726,9 @@ def _run_d_effect(stage: Stage, effect: Any) -> None:
         case OpenStream():
             stage.stream = "dialling"
         case CloseStream():
-            stage.p_hears_loss = stage.p_hears_loss or stage.stream == "up"
-            stage.stream, stage.to_d, stage.d_hears_loss = "none", (), False
+            if stage.stream == "up":
+                stage.p_hears_loss = "orderly"
+            stage.stream, stage.to_d, stage.d_hears_loss = "none", (), ""
         case OpenLane():
             stage.lanes_d |= {effect.session}
         case CloseSession():
@@ -788,9 +788,9 @@ def _run_p_effect(stage: Stage, effect: Any) -> None:
             if stage.stream == "up":
                 stage.to_d += (effect.envelope,)
         case CloseStream():
-            stage.d_hears_loss = stage.d_hears_loss or stage.stream == "up"
-            stage.stream = "none" if stage.stream == "up" else stage.stream
-            stage.to_p, stage.p_hears_loss = (), False
+            if stage.stream == "up":
+                stage.stream, stage.d_hears_loss = "none", "orderly"
+            stage.to_p, stage.p_hears_loss = (), ""
         case OpenLane():
             stage.lanes_p |= {effect.session}
         case CloseSession():
@@ -836,8 +836,8 @@ def _check_d_effect(stage: Stage, before: Any, event: Any, effect: Any) -> None:
     match effect:
         case Send() if isinstance(effect.envelope.message, Credits):
             _check_credits(stage, effect.envelope.message)
-        case Send() if isinstance(effect.envelope.message, Abort):
-            pass
+        case Count(reason="gone_with_credits"):
+            require(False, "I6: P has forgotten a transfer, and nobody knows which credits were used")
         case Scatter():
             require(stage.outcomes[effect.transfer] == "open", "I1: a scatter into blocks that were given back")
         case NodeFirstToken():
@@ -908,7 +908,7 @@ def check(world: World) -> None:
             arena.check()
         for receive in [*world.posted, *(moving.receive for moving in world.moving | world.ghosts)]:
             _check_writable(world, receive)  # type: ignore[arg-type]
-        for (receive, _) in world.scatters:
+        for receive, _ in world.scatters:
             arena = world.d.arenas[receive.session]
             require(arena.slots[receive.slot].credit == receive.credit, "I1: a slot was given away under its scatter")
         _check_posted(world)
@@ -948,8 +948,17 @@ def at_rest(world: World) -> bool:
         and not world.p.closing
         and all(slot.state is SendingState.FREE for slot in world.p.sending.slots)
         and not world.computing
+        and not any(message.session in world.lanes_live for message in world.flight)
         and "open" not in world.outcomes.values()
     )
+
+
+def waits_for_nobody(world: World) -> bool:
+    """I7: only a deadline could move this world, although nobody hangs: something was not said. (Where only P's word or a
+    process's end fences a lane, D has to dial again to hear it, and that is timed.)"""
+    if world.plan.lane == "sender_writes" or at_rest(world):
+        return False
+    return not any(True for _ in _progress(world))
 
 
 def run_quietly(world: World, limit: int = 500) -> World:
@@ -961,5 +970,3 @@ def run_quietly(world: World, limit: int = 500) -> World:
         world, _log = apply(world, progress[0])
         check(world)
     raise Violation("the world does not come to rest")
-
-
