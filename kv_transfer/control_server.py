@@ -13,7 +13,7 @@ from typing import TypeAlias
 import grpc
 
 from foundation.ids import NodeId
-from kv_transfer.control_stream import SERVICE, WELCOME, ControlStream
+from kv_transfer.control_stream import FAREWELL_S, SERVICE, WELCOME, ControlStream
 from kv_transfer.protocol.events import StreamLost, StreamOpened
 from kv_transfer.protocol.messages import Envelope, Hello
 from kv_transfer.wire import WireRefusal, read_envelope, write_envelope
@@ -40,7 +40,7 @@ class ControlServer:
         self._refused = refused
         self._hello_limit_s = hello_limit_s
         self._streams: dict[NodeId, ControlStream] = {}
-        self._open = 0
+        self._handlers: set[asyncio.Task[None]] = set()
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add decant.v1.KvTransfer to a gRPC server, before it starts. Messages stay bytes: reading them is ours."""
@@ -57,19 +57,24 @@ class ControlServer:
         if stream := self._streams.pop(peer, None):
             stream.finish()
 
-    def close_all(self) -> None:
+    async def close_all(self) -> None:
+        """End every stream; returns when what was sent before has been written, or after a bounded while."""
         for peer in list(self._streams):
             self.close(peer)
+        if self._handlers:
+            await asyncio.wait(set(self._handlers), timeout=FAREWELL_S)
 
     async def _session(self, _requests: object, context: Context) -> None:
-        if self._open >= STREAM_LIMIT:
+        if len(self._handlers) >= STREAM_LIMIT:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAM_LIMIT} decode nodes are connected")
-        self._open += 1
+        handler = asyncio.current_task()
+        assert handler is not None
+        self._handlers.add(handler)
         try:
             await context.send_initial_metadata((WELCOME,))
             await self._carry(context)
         finally:
-            self._open -= 1
+            self._handlers.discard(handler)
 
     async def _carry(self, context: Context) -> None:
         try:

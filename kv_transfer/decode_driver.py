@@ -92,6 +92,7 @@ class _Landing:
     arena: Arena
     nonce: SessionNonce
     lane: str = ""
+    touched: bool = False
     opened: bool = False
     released: bool = False
     fence: Fenced | None = None
@@ -147,7 +148,9 @@ class DecodeDriver:
         return self._staging.drawn_bytes
 
     async def close(self) -> None:
-        """Close every session and stream. What is still under way ends without a further word to the node."""
+        """End every session by name (`closing`), and with it every live transfer; then close all that was opened."""
+        for peer in list(self._side.peers.values()):
+            self._pump.emit(on.EndpointLost(peer.node_id, peer.session, "closing"))
         await self._sessions.close_all()
         self._pump.close()
         await self._streams.close_all()
@@ -180,10 +183,11 @@ class DecodeDriver:
         return effects
 
     def _busy(self) -> bool:
-        return bool(self._side.peers or self._side.arenas)
+        return bool(self._side.peers or self._side.arenas or self._landings)
 
     def _tick(self, now_s: float) -> Iterable[on.DecodeEvent]:
         """Leases expire on P alone."""
+        self._report_slots()
         return (event for event in self._clockwork.tick(self._side, now_s) if not isinstance(event, on.LeaseExpired))
 
     def _execute(self, effect: do.DecodeEffect) -> None:
@@ -226,7 +230,6 @@ class DecodeDriver:
 
     def _account(self, ended: do.NodeCommitted | do.NodeEnded) -> TransferAccount:
         inbound = self._inbound.pop(ended.transfer)
-        self._report_slots()
         return TransferAccount(
             from_position=ended.from_position,
             verified_positions=ended.verified_positions,
@@ -263,6 +266,7 @@ class DecodeDriver:
     async def _measure(self, peer: NodeId, landing: _Landing, data: DataSession) -> on.LaneOpened:
         arena = landing.arena
         buffers = [arena.message(slot, arena.slot_bytes) for slot in range(arena.slots)]
+        landing.touched = data.lane.fences  # the self-test posts nothing on any other lane
         measure = await measure_lane(data, buffers, receive_first=True, deadline_s=SELF_TEST_LIMIT_S)
         self._observer.lane(peer, measure.lane.name, measure.gigabytes_per_second)
         landing.opened, landing.lane = True, measure.lane.name
@@ -278,12 +282,14 @@ class DecodeDriver:
 
     def _endpoint_closed(self, session: int, outcome: CloseOutcome | None) -> None:
         landing = self._landings[session]
-        if outcome is None:
+        if not landing.touched:
             self._staging.give_back_untouched(landing.arena)
             del self._landings[session]
             return
         if isinstance(outcome, Fenced):
             landing.fence = outcome
+        else:
+            log.error("arena cannot be given back: its lane proves nothing", session=f"{session:#x}")
         landing.released = landing.released or not landing.opened
         self._give_back_arena(session)
 
@@ -296,7 +302,6 @@ class DecodeDriver:
         if landing.released and landing.fence is not None:
             self._staging.give_back(landing.arena, landing.fence)
             del self._landings[session]
-            self._report_slots()
 
     # Parcels.
 

@@ -167,6 +167,7 @@ class MeteredTransfers:
 
     def parcel(self, stage: ParcelStage, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None:
         """A decode node counts bytes by transfer, with its account; a prefill node as they leave."""
+        log.debug("parcel", stage=stage, transfer=str(transfer), parcel=parcel_index, payload_bytes=payload_bytes)
         if stage == "sent":
             self._metrics.kv_transfer_bytes_total.inc(payload_bytes)
 

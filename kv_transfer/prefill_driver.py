@@ -43,7 +43,7 @@ from kv_transfer.protocol.deadlines import prefill_waits
 from kv_transfer.protocol.messages import Ask, Envelope
 from kv_transfer.protocol.prefill_side import handle
 from kv_transfer.protocol.prefill_turn import PrefillSide
-from kv_transfer.protocol.sending import new_sending_slots
+from kv_transfer.protocol.sending import SendingState, new_sending_slots
 from kv_transfer.pump import Pump
 from kv_transfer.staging import Copier, Gather, Gathered
 from kv_transfer.ticket import TicketGate
@@ -131,10 +131,12 @@ class PrefillDriver:
         self._streams.register(server)
 
     async def close(self) -> None:
-        """Close every session and stream. What is still under way ends without a further word to the node."""
+        """End every session by name (`closing`), and tell every decode node; then close all that was opened."""
+        for peer in list(self._side.peers.values()):
+            self._pump.emit(on.EndpointLost(peer.node_id, peer.session, "closing"))
         await self._sessions.close_all()
         self._pump.close()
-        self._streams.close_all()
+        await self._streams.close_all()
         await self._copier.close()
 
     # From the node.
@@ -192,6 +194,8 @@ class PrefillDriver:
         return bool(self._side.peers)
 
     def _tick(self, now_s: float) -> Iterable[on.PrefillEvent]:
+        free = sum(slot.state is SendingState.FREE for slot in self._side.sending.slots)
+        self._observer.slots(free=free, sending=len(self._side.sending.slots) - free)
         return self._clockwork.tick(self._side, now_s)
 
     def _execute(self, effect: do.PrefillEffect) -> None:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import numpy as np
@@ -32,7 +32,7 @@ from kv_transfer.plan.shards import shard_shape, shards
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.port import BeginTransfer, PrefillRequest, SettledToken, TransferAccount
 from kv_transfer.prefill_driver import PrefillDriver
-from kv_transfer.transport.base import Transport, TransportError
+from kv_transfer.transport.base import Lane, Transport, TransportError
 from kv_transfer.transport.memory import FENCED, MemoryNetwork
 from kv_transfer.transport.ucx_environment import apply_ucx_environment, ucx_environment
 
@@ -236,7 +236,8 @@ class Watcher:
 
 
 class Proxy:
-    """Stands in the control stream's way: `cut` breaks what flows and refuses new connections until `heal`."""
+    """Stands in the control stream's way: `cut` breaks what flows and refuses new connections until `heal`; `mute` swallows
+    one direction without a word."""
 
     def __init__(self, target: str) -> None:
         self._host, _, self._port = target.rpartition(":")
@@ -244,6 +245,8 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self.cuts = 0
         self._down = False
+        self._muted: set[str] = set()
+        self.swallowed_bytes = 0
         self.address = ""
 
     async def start(self) -> None:
@@ -256,8 +259,14 @@ class Proxy:
         for writer in self._writers:
             writer.transport.abort()
 
+    def mute(self, direction: Literal["to_prefill", "to_decode"]) -> None:
+        self._muted.add(direction)
+
     def heal(self) -> None:
-        self._down = False
+        """What was swallowed is lost, so the connections that lost it are broken as well."""
+        if self._muted:
+            self.cut()
+        self._down, self._muted = False, set()
 
     async def close(self) -> None:
         assert self._server is not None
@@ -270,19 +279,22 @@ class Proxy:
             return
         there_reader, there_writer = await asyncio.open_connection(self._host, int(self._port))
         self._writers |= {writer, there_writer}
-        await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer))
+        to_prefill = self._copy(reader, there_writer, "to_prefill")
+        await asyncio.gather(to_prefill, self._copy(there_reader, writer, "to_decode"))
         self._writers -= {writer, there_writer}
 
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass
-    finally:
-        writer.close()
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                if direction in self._muted:
+                    self.swallowed_bytes += len(data)
+                    continue
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
 
 
 @dataclass
@@ -387,12 +399,13 @@ async def driver_pair(
     source: KvLayout = WHOLE,
     target: KvLayout = WHOLE,
     ucx: bool = False,
+    lane: Lane = FENCED,
     limits: TransferLimits = LIMITS,
     decode_fingerprint: Fingerprint = FINGERPRINT,
     decode_faults: Faults | None = None,
     prefill_faults: Faults | None = None,
 ) -> AsyncIterator[Pair]:
-    network = None if ucx else MemoryNetwork(FENCED)
+    network = None if ucx else MemoryNetwork(lane)
     near, far = (use_ucx(), use_ucx()) if network is None else (network.transport(), network.transport())
     data_address = await far.listen("127.0.0.1", 0)
     decode_identity = NodeIdentity(NodeId("d0"), Incarnation(secrets.randbits(64)), decode_fingerprint, 0.5)

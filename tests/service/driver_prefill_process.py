@@ -1,6 +1,7 @@
 """A prefill driver with the fake engine in a process of its own, so that a test can kill or stop it.
 
-Writes one JSON line with its control address and incarnation to stdout; serves until its stdin is closed.
+argv: control port, 0 for any. Writes one JSON line with its control address and incarnation to stdout; serves until its stdin
+is closed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ async def main() -> None:
     )  # fmt: skip
     server = grpc.aio.server()
     engine.driver.register(server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{sys.argv[1]}")
     await server.start()
     sys.stdout.write(json.dumps({"control_address": f"127.0.0.1:{port}", "incarnation": identity.incarnation}) + "\n")
     sys.stdout.flush()

@@ -22,6 +22,7 @@ from driver_pair import (
     WHOLE,
     FakeDecodeEngine,
     Watcher,
+    driver_pair,
     kv_of,
     make_pool,
     read_kv,
@@ -111,10 +112,11 @@ async def decode_node() -> AsyncIterator[Near]:
 
 
 @asynccontextmanager
-async def prefill_process(faults: str = "") -> AsyncIterator[Far]:
+async def prefill_process(faults: str = "", control_port: str = "0") -> AsyncIterator[Far]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(Path(__file__).parent / "driver_prefill_process.py"),
+        control_port,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {VARIABLE: faults},
@@ -169,14 +171,41 @@ async def test_f02_a_p_stopped_mid_transfer_is_given_up_in_time_and_changes_noth
             assert (shard[:, abandoned] == kept[:, abandoned]).all()
 
 
-async def test_f22_a_restarted_p_is_paired_anew_and_serves() -> None:
+async def test_f22_a_p_restarted_under_the_same_address_is_paired_anew_at_once() -> None:
     async with decode_node() as near:
         async with prefill_process() as far:
             assert (await near.outcome(near.begin(far), 20.0))[0] == "committed"
             far.process.kill()
             await far.process.wait()
-            await until(lambda: not near.driver.side.peers, limit_s=5.0)
-        async with prefill_process() as fresh:
+            port = far.control_address.rpartition(":")[2]
+        async with prefill_process(control_port=port) as fresh:
+            assert fresh.control_address == far.control_address
             transfer = near.begin(fresh)
-            assert (await near.outcome(transfer, 20.0))[0] == "committed"
+            assert (await near.outcome(transfer, 5.0))[0] == "committed"
             near.check_prefix(transfer, len(TOKENS))
+
+
+async def test_f04_a_d_killed_mid_transfer_leaves_nothing_on_p_within_the_bound() -> None:
+    async with driver_pair(ucx=True) as pair:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).parent / "driver_decode_process.py"),
+            json.dumps(
+                {
+                    "control_address": pair.proxy.address,
+                    "prefill_incarnation": pair.prefill_identity.incarnation,
+                    "tokens": TOKENS,
+                }
+            ),
+            env=os.environ | {VARIABLE: "kill_after_landed=3"},
+        )
+        try:
+            await until(lambda: len(pair.prefill_engine.blocks.taken) == 1, 30.0)
+            assert await asyncio.wait_for(process.wait(), 20.0) == -signal.SIGKILL
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        await until(lambda: not pair.prefill_engine.blocks.taken, limit_s=1.0)
+        await pair.at_rest()
+        await until(lambda: not pair.prefill.side.peers, limit_s=LIMITS.silence_limit_s + 0.5)

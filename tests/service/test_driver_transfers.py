@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import grpc
 import pytest
@@ -18,12 +19,17 @@ from foundation.ticket import Ticket, digest_of_tokens, sign_ticket
 from kv_transfer.control_stream import METHOD
 from kv_transfer.faults import Faults
 from kv_transfer.protocol.peer import PeerState
+from kv_transfer.transport.memory import WRITES
 
 pytestmark = pytest.mark.sockets
 
 Pairing = Callable[..., AbstractAsyncContextManager[Pair]]
 TOKENS = list(range(100, 330))
 """230 positions: not a whole number of either side's blocks."""
+
+
+CLOSED_THERE = ("closing", "closed_by_peer", "connection_reset", "peer_closed", "endpoint_failed")
+"""The control plane says why; the data plane may notice first."""
 
 
 @pytest.fixture(params=["memory", "ucx"])
@@ -198,6 +204,58 @@ async def test_f02_a_p_that_stops_sending_is_given_up_for_lack_of_progress(pairi
         assert reason == "transfer_stalled"
         assert account.verified_positions == 2 * 16
         pair.check_landed(transfer, TOKENS, account.verified_positions)
+
+
+@pytest.mark.parametrize("direction", ["to_prefill", "to_decode"])
+async def test_f07_a_control_stream_that_loses_one_direction_ends_in_time_and_recovers(
+    pairing: Pairing, direction: Literal["to_prefill", "to_decode"]
+) -> None:
+    limits = replace(LIMITS, silence_limit_s=0.6, heartbeat_s=0.2, reservation_limit_s=2.0)
+    async with pairing(limits=limits) as pair:
+        pair.prefill_engine.hold_at = 128
+        transfer = pair.begin(TOKENS)
+        await until(lambda: pair.decode_watcher.payload("scattered", transfer) > 0)
+        pair.proxy.mute(direction)
+        await until(lambda: pair.proxy.swallowed_bytes > 0)
+        _, account = await pair.outcome(transfer, limit_s=0.6 + 0.5)
+        pair.check_landed(transfer, TOKENS, account.verified_positions)
+        pair.proxy.heal()
+        pair.prefill_engine.hold_at = None
+        again = pair.begin(TOKENS)
+        assert (await pair.outcome(again))[0] == "committed"
+        pair.check_landed(again, TOKENS, len(TOKENS))
+        await pair.at_rest()
+
+
+async def test_a_decode_node_that_closes_is_known_to_p_at_once_and_leaves_nothing(pairing: Pairing) -> None:
+    async with pairing() as pair:
+        pair.prefill_engine.hold_at = 128
+        transfer = pair.begin(TOKENS)
+        await until(lambda: pair.decode_watcher.payload("scattered", transfer) > 0)
+        await pair.decode.close()
+        assert pair.decode_engine.outcomes[transfer][0] == "closing"
+        await until(lambda: transfer in pair.prefill_engine.released_reasons, limit_s=1.0)
+        assert pair.prefill_engine.released_reasons[transfer] in CLOSED_THERE
+        assert pair.decode.staging_drawn_bytes == 0
+
+
+async def test_a_prefill_node_that_closes_is_known_to_d_at_once(pairing: Pairing) -> None:
+    async with pairing() as pair:
+        pair.prefill_engine.hold_at = 128
+        transfer = pair.begin(TOKENS)
+        await until(lambda: pair.decode_watcher.payload("scattered", transfer) > 0)
+        await pair.prefill.close()
+        assert pair.prefill_engine.released_reasons[transfer] == "closing"
+        reason, account = await pair.outcome(transfer, limit_s=1.0)
+        assert reason in CLOSED_THERE
+        pair.check_landed(transfer, TOKENS, account.verified_positions)
+
+
+async def test_a_lane_that_cannot_be_fenced_is_refused_and_costs_no_memory() -> None:
+    async with driver_pair(lane=WRITES) as pair:
+        for _ in range(3):
+            assert (await pair.outcome(pair.begin(TOKENS)))[0] == "lane_cannot_fence"
+        await until(lambda: pair.decode.staging_drawn_bytes == 0)
 
 
 async def test_f16_nodes_that_differ_are_refused_by_the_field_and_both_stay_up(pairing: Pairing) -> None:
