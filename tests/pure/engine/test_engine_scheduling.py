@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from engine_world import Wish, World, submit_of
 from fake_runner import FakeRunner, next_token
@@ -24,6 +25,8 @@ from engine.port import (
     StartFromKv,
     TokenSampled,
 )
+from engine.scheduler.scheduler import Scheduler
+from engine.step import StepResult
 
 
 def engine_of(**changes: object) -> tuple[Engine, FakeRunner]:
@@ -350,3 +353,39 @@ def test_a_wrong_limit_is_named(field: str) -> None:
 def test_a_budget_below_one_token_for_each_sequence_is_named() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens is 3; it must be at least max_num_seqs"):
         engine_of(max_num_batched_tokens=3)
+
+
+def test_f15_a_reservation_waits_for_a_launched_step_that_may_still_write_into_its_blocks() -> None:
+    config = EngineConfig(4, 2, 2, 8, 64, overlap=True, enable_prefix_caching=False)
+    runner = FakeRunner(config)
+    scheduler = Scheduler(config, runner.owner_words)
+    scheduler.take(submit_of("ends", prompt(4), stop_token_ids=(next_token(prompt(4)),)))
+    first, late = scheduler.plan(), scheduler.plan()
+    assert first is not None
+    assert late is not None
+    scheduler.settle(first, StepResult(np.array([next_token(prompt(4))])))
+    scheduler.take(submit_of("d", prompt(8, 1), mode=Mode.AWAIT_KV))
+    scheduler.take(ReserveKv(key("d"), 8))
+    assert scheduler.plan() is None
+    assert [event.key for event in scheduler.drain()] == ["ends"]
+    scheduler.settle(late, StepResult(np.array([0])))
+    assert scheduler.plan() is None
+    assert [type(event) for event in scheduler.drain()] == [KvReserved]
+    scheduler.check()
+
+
+def test_f12_a_running_sequence_gives_its_seat_to_an_older_one_that_has_its_blocks() -> None:
+    world = World(EngineConfig(2, 9, 1, 1, 17, enable_prefix_caching=False))
+    world.add(Wish(submit_of("old", prompt(16), mode=Mode.AWAIT_KV, max_tokens=1), received_share=0, first_token=False))
+    world.add(Wish(submit_of("new", prompt(2), max_tokens=2, ignore_eos=True)))
+    world.run()
+    world.compare()
+
+
+def test_f12_of_two_that_received_their_kv_and_lack_a_block_the_older_one_runs() -> None:
+    world = World(EngineConfig(1, 9, 1, 1, 8, enable_prefix_caching=False))
+    for name, length in (("old", 5), ("new", 6)):
+        wish = submit_of(name, prompt(length), mode=Mode.AWAIT_KV, max_tokens=1)
+        world.add(Wish(wish, at_turn=3, hold_turns=4, received_share=0, first_token=False))
+    world.run()
+    world.compare()
