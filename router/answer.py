@@ -55,7 +55,13 @@ class AnswerStream:
         self.cached_tokens: int | None = None
         """Prompt tokens whose KV was cached on the decode node; None before the first token."""
         self.finish_reason: str | None = None
-        self._text = AnswerText(decode, generation.prompt[-_CONTEXT_TOKENS:], sampling.stop, sampling.min_tokens)
+        self._text = AnswerText(
+            decode,
+            generation.prompt[-_CONTEXT_TOKENS:],
+            sampling.stop,
+            sampling.min_tokens,
+            include_stop=sampling.include_stop,
+        )
         self._stop_found = stop_found
         self._client_left = client_left
         self._tokens: list[types_pb2.Token] = []
@@ -101,11 +107,12 @@ class AnswerStream:
 
     def _piece(self, tokens: list[types_pb2.Token]) -> Piece:
         texts = []
-        ended_by_token = self._ending is Ending.STOP
+        # The token that ends an answer is counted, but written only if it was asked for.
+        unwritten = len(tokens) - 1 if self._ending is Ending.STOP and not self.generation.sampling.include_stop else -1
         for index, token in enumerate(tokens):
             self.completion_tokens += 1
-            if ended_by_token and index == len(tokens) - 1:
-                break  # the token that ends an answer is counted but not written
+            if index == unwritten:
+                break
             texts.append(self._text.add(token.token_id))
             if self._text.stop_found is not None:
                 self._stop_found()

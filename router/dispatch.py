@@ -44,7 +44,7 @@ from router.journey import (
     StopStringFound,
 )
 from router.placement import NoPlacement, Placement, prefix_chain
-from router.text import Decode
+from router.tokenizer import ModelText
 
 log = get_logger()
 
@@ -75,11 +75,11 @@ class Dispatcher:
     """Implements `FleetListener`."""
 
     def __init__(
-        self, fleet: Fleet, decode: Decode, metrics: RouterMetrics, limits: Limits, now: Callable[[], float]
+        self, fleet: Fleet, text: ModelText, metrics: RouterMetrics, limits: Limits, now: Callable[[], float]
     ) -> None:
         self.draining = False
         self._fleet = fleet
-        self._decode = decode
+        self._text = text
         self._metrics = metrics
         self._limits = limits
         self._now = now
@@ -172,8 +172,10 @@ class _Ongoing:
         self.generation = generation
         self.first_token_seen = False
         self.journey = Journey(RequestId(generation.request_id), len(generation.prompt), generation.sampling.max_tokens)
+        text = dispatcher._text
+        decode = text.decode if generation.sampling.skip_special_tokens else text.decode_all
         self.stream = AnswerStream(
-            generation, dispatcher._decode, lambda: self.handle(StopStringFound()), lambda: self.handle(ClientLeft())
+            generation, decode, lambda: self.handle(StopStringFound()), lambda: self.handle(ClientLeft())
         )
         self._dispatcher = dispatcher
         self._metrics = dispatcher._metrics

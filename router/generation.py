@@ -83,6 +83,8 @@ class SamplingWishes:
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
     logprobs: int | None = None
+    include_stop: bool | None = None
+    skip_special_tokens: bool | None = None
     max_tokens_parameter: str = "max_tokens"
     """The field that gave `max_tokens`, for messages."""
     logprobs_parameter: str = "logprobs"
@@ -103,6 +105,10 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
     logprobs: int | None
+    include_stop: bool = False
+    """What ends the answer (a stop string, or the text of a stop token) belongs to its text."""
+    skip_special_tokens: bool = True
+    """Special tokens write nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +168,8 @@ def checked_sampling(
         stop_token_ids=_checked_stop_token_ids(wishes.stop_token_ids, vocabulary_size),
         stop=_checked_stops(wishes.stop),
         logprobs=wishes.logprobs,
+        include_stop=bool(wishes.include_stop),
+        skip_special_tokens=wishes.skip_special_tokens is not False,
     )
 
 

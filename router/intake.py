@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from router.generation import (
@@ -70,15 +71,26 @@ class Intake:
             parameter, token_ids, vocabulary_size=self.text.vocabulary_size, context_limit=self.context_limit()
         )
 
-    async def prompt_from_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        return await self.prompt_from_text("messages", self.chat_text(messages), special_tokens=False)
+    async def prompt_from_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        special_tokens: bool = False,
+    ) -> tuple[int, ...]:
+        """`variables`: further ones of the chat template."""
+        return await self.prompt_from_text(
+            "messages", self.chat_text(messages, variables), special_tokens=special_tokens
+        )
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
         """Raises RequestRefused when there are none, or when the model's template cannot render them."""
         if not messages:
             raise invalid("messages", "messages must not be empty: there is nothing to answer", "empty_prompt")
         try:
-            return self.text.render_chat(messages)
+            return self.text.render_chat(messages, variables)
         except NoChatTemplate:
             raise invalid(
                 "messages",

@@ -105,7 +105,7 @@ class Router:
             now,
             text.fingerprint,
         )
-        self.dispatcher = Dispatcher(self.fleet, text.decode, self.metrics, Limits(options.max_waiting_requests), now)
+        self.dispatcher = Dispatcher(self.fleet, text, self.metrics, Limits(options.max_waiting_requests), now)
         self.intake = Intake(
             served_model_name(options.model, options.served_model_name),
             text,

@@ -75,12 +75,13 @@ class StopStrings:
     text is cut into pieces.
     """
 
-    __slots__ = ("_held", "_longest", "_stops", "found")
+    __slots__ = ("_held", "_include", "_longest", "_stops", "found")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: none of them empty."""
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`stops`: none of them empty. `include`: the stop string itself is passed on too."""
         assert all(stops), "an empty stop string would end every answer"
         self._stops = tuple(stops)
+        self._include = include
         self._longest = max((len(stop) for stop in stops), default=0)
         self._held = ""
         self.found: str | None = None
@@ -94,9 +95,9 @@ class StopStrings:
         text = self._held + piece
         match = self._first_match(text)
         if match is not None:
-            self.found = match[1]
+            start, self.found = match
             self._held = ""
-            return text[: match[0]]
+            return text[: start + len(self.found) if self._include else start]
         held = self._possible_beginning(text)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -127,9 +128,17 @@ class AnswerText:
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stops", "_tokens")
 
-    def __init__(self, decode: Decode, context: Sequence[int], stops: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        context: Sequence[int],
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        *,
+        include_stop: bool = False,
+    ) -> None:
         self._detokenizer = Detokenizer(decode, context)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, include=include_stop)
         self._min_tokens = min_tokens
         self._tokens = 0
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -56,6 +57,8 @@ class ModelText:
         self.context_limit = context_limit
         self.vocabulary_size: int = vocabulary_size or tokenizer.get_vocab_size(with_added_tokens=True)
         self.fingerprint = fingerprint
+        decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+        self._bytes_of_symbols = _byte_level_alphabet() if decoder.get("type") == "ByteLevel" else None
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelText:
@@ -98,15 +101,37 @@ class ModelText:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt's text, the assistant's turn opened. Raises NoChatTemplate or ChatTemplateRefused."""
+    def token_bytes(self, token_id: int) -> list[int]:
+        """The bytes that a token stands for; several tokens may share one character's bytes."""
+        if self._bytes_of_symbols is None:
+            return list(self.decode_all([token_id]).encode())
+        symbols: str | None = self._tokenizer.id_to_token(token_id)
+        found = [self._bytes_of_symbols.get(symbol) for symbol in symbols or ""]
+        if any(byte is None for byte in found):  # an added token, which is written as it is
+            return list(self.decode_all([token_id]).encode())
+        return [byte for byte in found if byte is not None]
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
+        """The prompt's text, the assistant's turn opened; `variables` are further ones of the template.
+
+        Raises NoChatTemplate or ChatTemplateRefused.
+        """
         if self._chat_template is None:
             raise NoChatTemplate
-        variables = {"add_generation_prompt": True, "tools": None, "documents": None, **self._special_tokens, **options}
+        defaults = {"add_generation_prompt": True, "tools": None, "documents": None, **self._special_tokens}
         try:
-            return self._chat_template.render(messages=messages, **variables)
+            return self._chat_template.render({**defaults, **variables, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise ChatTemplateRefused(str(error)) from None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes stand for themselves, the others for the characters from 256 on, in order."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _whole_number(config: Mapping[str, Any], name: str) -> int | None:

@@ -22,6 +22,7 @@ LEAST_LOGPROB = -9999.0
 
 TokenText = Callable[[Sequence[int]], str]
 
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 _encode_string = json.encoder.encode_basestring_ascii
 
 
@@ -120,8 +121,9 @@ class ChatForm:
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, token_text: TokenText) -> None:
+    def __init__(self, token_text: TokenText, token_bytes: Callable[[int], list[int]]) -> None:
         self._token_text = token_text
+        self._token_bytes = token_bytes
 
     def response_choice(self, index: int, text: str, logprobs: Any, piece: Piece) -> dict[str, Any]:
         return {
@@ -148,8 +150,11 @@ class ChatForm:
         }
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text([token_id])
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        return {
+            "token": self._token_text([token_id]),
+            "logprob": _finite(logprob),
+            "bytes": self._token_bytes(token_id),
+        }
 
 
 Form = CompletionForm | ChatForm
@@ -159,14 +164,21 @@ class Answer:
     """The answer to one HTTP request: one or several choices, as one response or as a stream of chunks."""
 
     def __init__(
-        self, form: Form, envelope: Envelope, streams: Sequence[AnswerStream], usage_key: bool = False
+        self,
+        form: Form,
+        envelope: Envelope,
+        streams: Sequence[AnswerStream],
+        usage_key: bool = False,
+        beginnings: Sequence[str] = (),
     ) -> None:
-        """`usage_key`: chunks say `"usage": null` before the last one tells it."""
+        """`usage_key`: chunks say `"usage": null` before the last one tells it. `beginnings`: what each choice's text
+        begins with, where prompts are echoed."""
         self._form = form
         self._envelope = envelope
         self._streams = streams
         self._choices = [_Choice(index) for index in range(len(streams))]
-        head = json.dumps(envelope.as_json(form.chunk_object))
+        self._beginnings = beginnings or [""] * len(streams)
+        head = _compact(envelope.as_json(form.chunk_object))
         self._chunk_head = f'data: {head[:-1]},"choices":['
         self._chunk_tail = '],"usage":null}\n\n' if usage_key else "]}\n\n"
 
@@ -175,21 +187,22 @@ class Answer:
         choice = self._choices[index]
         logprobs = "null"
         if piece.tokens and self._streams[index].generation.sampling.logprobs is not None:
-            logprobs = json.dumps(self._form.logprobs(piece.tokens, choice.text_length))
+            logprobs = _compact(self._form.logprobs(piece.tokens, choice.text_length))
         elif not piece.text and not piece.last and choice.began:
             return b""
         finish = '"finish_reason":null,"stop_reason":null'
         if piece.last:
             finish = f'"finish_reason":{json.dumps(piece.finish_reason)},"stop_reason":{json.dumps(piece.stop_reason)}'
-        body = self._form.chunk_choice(index, _encode_string(piece.text), logprobs, finish, not choice.began)
+        text = piece.text if choice.began else self._beginnings[index] + piece.text
+        body = self._form.chunk_choice(index, _encode_string(text), logprobs, finish, not choice.began)
         choice.began = True
         choice.text_length += len(piece.text)
-        tail = self._chunk_tail if usage is None else f'],"usage":{json.dumps(usage.as_json())}}}\n\n'
+        tail = self._chunk_tail if usage is None else f'],"usage":{_compact(usage.as_json())}}}\n\n'
         return f"{self._chunk_head}{body}{tail}".encode()
 
     def usage_chunk(self) -> bytes:
         body = {**self._envelope.as_json(self._form.chunk_object), "choices": [], "usage": self.usage().as_json()}
-        return b"data: " + json.dumps(body).encode() + b"\n\n"
+        return b"data: " + _compact(body).encode() + b"\n\n"
 
     def take(self, index: int, piece: Piece) -> None:
         """Keep a piece for the whole response."""
@@ -204,7 +217,8 @@ class Answer:
         for choice, last in zip(self._choices, lasts, strict=True):
             wanted = self._streams[choice.index].generation.sampling.logprobs is not None
             logprobs = self._form.logprobs(choice.tokens, 0) if wanted else None
-            choices.append(self._form.response_choice(choice.index, "".join(choice.texts), logprobs, last))
+            text = "".join([self._beginnings[choice.index], *choice.texts])
+            choices.append(self._form.response_choice(choice.index, text, logprobs, last))
         return {
             **self._envelope.as_json(self._form.object),
             "choices": choices,

@@ -23,7 +23,6 @@ MOST_CHOICES = 128
 _OFF: tuple[Any, ...] = (None, False, 0, [], {})
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "echo": _OFF,
     "frequency_penalty": _OFF,
     "presence_penalty": _OFF,
     "repetition_penalty": (None, 1),
@@ -53,14 +52,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "prompt_embeds": (None,),
     "truncate_prompt_tokens": (None,),
-    "include_stop_str_in_output": _OFF,
-    "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
-    "add_special_tokens": (None,),
-    "add_generation_prompt": (None, True),
     "continue_final_message": _OFF,
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
     "documents": (None, []),
     "mm_processor_kwargs": (None, {}),
     "return_tokens_as_token_ids": _OFF,
@@ -99,6 +93,9 @@ class _Generating(_Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -132,6 +129,13 @@ class _Generating(_Body):
 class CompletionBody(_Generating):
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
+
+    def echoes(self) -> bool:
+        """Raises RequestRefused where the prompt's own log probabilities would be needed, which are not computed."""
+        if self.echo and self.logprobs is not None:
+            raise invalid("echo", "echo together with logprobs is not offered by this server", "unsupported_parameter")
+        return bool(self.echo)
 
     def prompts(self) -> list[str] | list[list[int]]:
         """One prompt an item. Raises RequestRefused."""
@@ -173,6 +177,12 @@ class ChatBody(_Generating):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template beside the messages."""
+        return {**(self.chat_template_kwargs or {}), "add_generation_prompt": self.add_generation_prompt is not False}
 
     def wishes(self) -> SamplingWishes:
         """Raises RequestRefused when two fields contradict each other."""
@@ -234,6 +244,8 @@ def _plain_wishes(body: _Generating) -> Mapping[str, Any]:
         "seed": body.seed,
         "min_tokens": body.min_tokens,
         "ignore_eos": body.ignore_eos,
+        "include_stop": body.include_stop_str_in_output,
+        "skip_special_tokens": body.skip_special_tokens,
         "stop_token_ids": tuple(body.stop_token_ids or ()),
     }
 

@@ -37,7 +37,7 @@ class Endpoints:
         self._intake = intake
         self._dispatcher = dispatcher
         self._completion_form = CompletionForm(intake.text.decode_all)
-        self._chat_form = ChatForm(intake.text.decode_all)
+        self._chat_form = ChatForm(intake.text.decode_all, intake.text.token_bytes)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         intake = self._intake
@@ -48,8 +48,9 @@ class Endpoints:
             raise invalid(
                 "n", f"one request may ask for at most {MOST_CHOICES} answers, not {len(found)} times {choices}"
             )
+        special_tokens = body.add_special_tokens is not False
         prompts = [
-            await intake.prompt_from_text("prompt", prompt)
+            await intake.prompt_from_text("prompt", prompt, special_tokens=special_tokens)
             if isinstance(prompt, str)
             else intake.prompt_from_tokens("prompt", prompt)
             for prompt in found
@@ -61,20 +62,33 @@ class Endpoints:
             default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
             correlation_id=correlation_id(request),
         )
-        return await self._answer(request, self._completion_form, body, generations)
+        beginnings: Sequence[str] = ()
+        if body.echoes():
+            echoed = [prompt if isinstance(prompt, str) else intake.text.decode_all(prompt) for prompt in found]
+            beginnings = [text for text in echoed for _ in range(choices)]
+        return await self._answer(request, self._completion_form, body, generations, beginnings)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         intake = self._intake
         body = read_body(ChatBody, await request.read())
         intake.check_model(body.model)
-        prompt = await intake.prompt_from_chat([message.for_template() for message in body.messages])
+        prompt = await intake.prompt_from_chat(
+            [message.for_template() for message in body.messages],
+            body.template_variables(),
+            special_tokens=bool(body.add_special_tokens),
+        )
         generations = intake.generations(
             [prompt], body.wishes(), choices=body.choices(), correlation_id=correlation_id(request)
         )
         return await self._answer(request, self._chat_form, body, generations)
 
     async def _answer(
-        self, request: web.Request, form: Form, body: CompletionBody | ChatBody, generations: Sequence[Generation]
+        self,
+        request: web.Request,
+        form: Form,
+        body: CompletionBody | ChatBody,
+        generations: Sequence[Generation],
+        beginnings: Sequence[str] = (),
     ) -> web.StreamResponse:
         as_stream = body.streams()
         envelope = Envelope(form.id_prefix + generations[0].request_id, int(time.time()), self._intake.model_name)
@@ -82,7 +96,7 @@ class Endpoints:
         try:
             for generation in generations:
                 streams.append(self._dispatcher.open(generation))  # noqa: PERF401  (those opened are closed if one is refused)
-            answer = Answer(form, envelope, streams, usage_key=body.usage_in_stream)
+            answer = Answer(form, envelope, streams, body.usage_in_stream, beginnings)
             async with asyncio.timeout(generations[0].deadline_s + WRITE_GRACE_S):
                 if as_stream:
                     return await _stream(request, answer, streams, body)

@@ -76,7 +76,7 @@ COMPLETION_ROWS: list[tuple[str, Any, str | None]] = [
     ("an unknown field", {"temprature": 1}, "temprature"),
     ("F18 transfer parameters", {"kv_transfer_params": {"remote_host": "10.0.0.1"}}, "kv_transfer_params"),
     ("F18 a request id", {"request_id": "mine"}, "request_id"),
-    ("echo", {"echo": True}, "echo"),
+    ("echo with log probabilities", {"echo": True, "logprobs": 1}, "echo"),
     ("best_of", {"best_of": 2}, "best_of"),
     ("a truth value is not one", {"best_of": True}, "best_of"),
     ("frequency_penalty", {"frequency_penalty": 0.5}, "frequency_penalty"),

@@ -254,3 +254,54 @@ async def test_metrics_are_there_before_the_first_request_and_count_afterwards(f
         assert await router.metric("decant_time_to_first_token_seconds_count") == 1
         assert await router.metric("decant_requests_running") == 0
         assert await router.metric("decant_requests_waiting") == 0
+
+
+async def test_fields_that_shape_the_text(folder: Path) -> None:
+    script = [*b"one two", END_ID, *b" three four"]
+    async with router_with(folder, FakeNode("d0", script=script)) as router:
+        complete: Any = router.openai().completions.create
+
+        async def text(**fields: Any) -> str:
+            limits = {"max_tokens": 12, "ignore_eos": True, **fields}
+            whole = await complete(model=router.model, prompt="x", extra_body=limits)
+            stream = await complete(model=router.model, prompt="x", stream=True, extra_body=limits)
+            streamed = "".join([chunk.choices[0].text async for chunk in stream])
+            assert streamed == whole.choices[0].text
+            return streamed
+
+        assert await text() == "one two thr"
+        assert await text(skip_special_tokens=False) == "one two<|end|> thr"
+        assert await text(stop=["two"]) == "one "
+        assert await text(stop=["two"], include_stop_str_in_output=True) == "one two"
+        assert await text(stop_token_ids=[ord("t")], include_stop_str_in_output=True) == "one t"
+        assert await text(echo=True) == "xone two thr"
+        assert (
+            await text(ignore_eos=False, include_stop_str_in_output=True, skip_special_tokens=False) == "one two<|end|>"
+        )
+
+
+async def test_variables_of_the_chat_template(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}|{{ mood }}|{{ add_generation_prompt }}"
+    node = FakeNode("d0", script=[97])
+    async with router_with(write_model_folder(tmp_path / "m", chat_template=template), node) as router:
+        for fields, prompt in (
+            ({"chat_template_kwargs": {"mood": "cheerful", "messages": "none"}}, b"hi|cheerful|True"),
+            ({"add_generation_prompt": False}, b"hi||False"),
+        ):
+            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **fields}
+            assert (await router.post("/v1/chat/completions", body))[0] == 200
+            assert bytes(node.submits[-1].prompt_token_ids) == prompt
+
+
+async def test_the_bytes_of_log_probabilities_join_to_the_text(folder: Path) -> None:
+    text = "漢🦊"
+    async with router_with(folder, FakeNode("d0", script=list(text.encode()))) as router:
+        answer = await router.openai().chat.completions.create(
+            model=router.model,
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=len(text.encode()),
+            logprobs=True,
+        )
+    content = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
+    assert content is not None
+    assert bytes(byte for one in content for byte in one.bytes or []).decode() == text
