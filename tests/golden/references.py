@@ -39,9 +39,15 @@ class Reference:
 
 def load_references() -> list[Reference]:
     """12 of the 64, or all of them when the environment says GOLDEN=all."""
-    references = [Reference(**entry) for entry in json.loads(FILE.read_text(encoding="utf-8"))["references"]]
-    if os.environ.get("GOLDEN") == "all":
-        return references
+    return all_references() if os.environ.get("GOLDEN") == "all" else reference_subset()
+
+
+def all_references() -> list[Reference]:
+    return [Reference(**entry) for entry in json.loads(FILE.read_text(encoding="utf-8"))["references"]]
+
+
+def reference_subset() -> list[Reference]:
+    references = all_references()
     subset = [reference for reference in references if reference.name in SUBSET]
     assert len(subset) == len(SUBSET), "a name of SUBSET is not among the references"
     return subset
