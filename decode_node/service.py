@@ -180,19 +180,15 @@ class DecodeService:
         self._transfer_event(transfer, on.FirstTokenArrived(transfer.try_number, token))
 
     def committed(self, transfer: TransferId, account: TransferAccount) -> None:
-        self._count_transfer(account)
+        self._metrics.kv_transfer_seconds.observe(account.seconds)
         self._transfer_event(transfer, on.Committed(transfer.try_number, account.verified_positions))
 
     def ended(self, transfer: TransferId, reason: str, account: TransferAccount) -> None:
         log.info("transfer ended", transfer=str(transfer), reason=reason, verified=account.verified_positions)
-        self._count_transfer(account)
+        self._metrics.kv_transfer_seconds.observe(account.seconds)
         if reason != "done":
             self._metrics.kv_transfer_failures_total.count(reason_label(reason))
         self._transfer_event(transfer, on.TransferEnded(transfer.try_number, reason, account.verified_positions))
-
-    def _count_transfer(self, account: TransferAccount) -> None:
-        self._metrics.kv_transfer_bytes_total.inc(account.payload_bytes)
-        self._metrics.kv_transfer_seconds.observe(account.seconds)
 
     def _transfer_event(self, transfer: TransferId, event: on.TransferEvent) -> None:
         attempt = self._attempts.get(transfer.attempt_id)

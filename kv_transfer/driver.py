@@ -166,9 +166,9 @@ class MeteredTransfers:
         self._metrics = metrics
 
     def parcel(self, stage: ParcelStage, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None:
-        """A decode node counts bytes by transfer, with its account; a prefill node as they leave."""
+        """Bytes are counted as they leave a prefill node and as they land on a decode node."""
         log.debug("parcel", stage=stage, transfer=str(transfer), parcel=parcel_index, payload_bytes=payload_bytes)
-        if stage == "sent":
+        if stage in ("sent", "landed"):
             self._metrics.kv_transfer_bytes_total.inc(payload_bytes)
 
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
