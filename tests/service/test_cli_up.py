@@ -4,80 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
-import sys
-import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from decant_up import LIMIT_S, Up
 
 pytestmark = pytest.mark.sockets
-
-START_LIMIT_S = 60.0
-LIMIT_S = 20.0
-
-
-class Up:
-    """`decant up` in a process of its own, on ports of its own; `output` is what it printed, `log` what it logged."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.node_index, self.http_port, self.grpc_port = _free_places()
-        self._log = folder / "log"
-        command = [
-            sys.executable,
-            "-m",
-            "decant",
-            "up",
-            f"--http-port={self.http_port}",
-            f"--grpc-port={self.grpc_port}",
-        ]
-        command += [f"--node-index={self.node_index}", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-        self.output = ""
-
-    def await_ready(self) -> None:
-        assert self.process.stdout is not None
-        overdue = threading.Timer(START_LIMIT_S, self.process.kill)
-        overdue.start()
-        for line in self.process.stdout:
-            self.output += line
-            if "Ctrl-C stops it" in line:
-                overdue.cancel()
-                return
-        raise AssertionError(f"decant up did not become ready:\n{self._log.read_text()}")
-
-    def children(self) -> dict[str, int]:
-        """pid of each living child by the name of its command."""
-        found = {}
-        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if len(words) > 3:  # a zombie has none
-                found[words[3]] = int(pid)
-        return found
-
-    def ask(self, prompt: str) -> str:
-        body = json.dumps({"model": "toy", "prompt": prompt, "max_tokens": 12, "temperature": 0}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.http_port}/v1/completions", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-            return str(json.load(answer)["choices"][0]["text"])
-
-    def usable_nodes(self) -> set[str]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/health", timeout=LIMIT_S) as answer:
-            nodes: list[dict[str, Any]] = json.load(answer)["nodes"]
-        return {node["role"] for node in nodes if node["refusal"] is None}
 
 
 @pytest.fixture(scope="module")
@@ -124,28 +62,7 @@ def test_an_interrupt_leaves_no_process_and_no_key_behind(up: Up) -> None:
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(LIMIT_S) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not list(up._log.parent.glob("decant-*"))
-
-
-def _free_places() -> tuple[int, int, int]:
-    """A node index whose six ports are free, and two free ports for the router."""
-    for _ in range(100):
-        index = random.randrange(1500, 2500)
-        if all(_is_free(7100 + 10 * i + k) for i in (index, index + 1) for k in range(3)):
-            break
-    with socket.socket() as http, socket.socket() as grpc:
-        http.bind(("127.0.0.1", 0))
-        grpc.bind(("127.0.0.1", 0))
-        return index, http.getsockname()[1], grpc.getsockname()[1]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
+    assert not list(up.folder.glob("decant-*"))
 
 
 def _await(condition: Callable[[], bool], otherwise: str) -> None:
