@@ -343,6 +343,7 @@ def _failed(turn: DecodeTurn, transfer: DecodeTransfer, message: Failed) -> None
     """Void once P has sealed: all that was wanted has been sent."""
     if transfer.manifest is not None and transfer.state is DecodeState.LANDING:
         turn.out.count(transfer.peer, "failed_after_sealed")
+        turn.put(replace(transfer, void_failure=message.reason))
     else:
         turn.end(transfer, Failed, message.reason, abort=False)
 
@@ -354,7 +355,7 @@ def _drained(turn: DecodeTurn, peer: Peer, transfer: DecodeTransfer, message: Dr
     if transfer.state is DecodeState.ENDING:
         turn.settle(drained)
     elif unused or transfer.manifest is None:
-        turn.end(drained, CreditsUnused, "credits_unused", abort=False)
+        turn.end(drained, CreditsUnused, transfer.void_failure or "credits_unused", abort=False)
     else:
         turn.put(drained)
         return

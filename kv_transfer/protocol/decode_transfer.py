@@ -115,7 +115,8 @@ DECODE_TRANSITIONS: dict[tuple[DecodeState, type], DecodeState] = {
 @dataclass(frozen=True, slots=True)
 class DecodeTransfer:
     """`expected_positions` is 0 before the first Offer; `parcels` is the cut, fixed at RESERVED, of which the first
-    `granted` have been given a credit; `verified` maps parcel index to digest. `turn` orders transfers by reservation."""
+    `granted` have been given a credit; `verified` maps parcel index to digest. `turn` orders transfers by reservation.
+    `void_failure` is what P said after it had sealed: no failure by itself, but the reason if a parcel does not come."""
 
     request: BeginTransfer
     state: DecodeState = DecodeState.ASKED
@@ -131,6 +132,7 @@ class DecodeTransfer:
     verified: Table[int, int] = field(default_factory=Table)
     manifest: Sealed | None = None
     first_token: bool = False
+    void_failure: str = ""
     end_reason: str = ""
     drained: bool = False
     reported: bool = False

@@ -101,6 +101,7 @@ class Plan:
     lane: str = "close_fences"  # | "receiver_reads" | "sender_writes"
     parcels_per_position: int = 1
     declines: bool = False
+    one_by_one: bool = False  # a transfer begins when the one before has ended
 
 
 class Budget(NamedTuple):
@@ -264,7 +265,8 @@ MISFORTUNES = {
 
 def _progress(world: World) -> Iterator[Action]:
     if world.d is not None:
-        yield from (("begin", name) for name in world.to_begin[:1])
+        if not (world.plan.one_by_one and "open" in world.outcomes.values()):
+            yield from (("begin", name) for name in world.to_begin[:1])
         yield from _stream_progress(world)
         if world.to_d:
             yield ("to_d",)
