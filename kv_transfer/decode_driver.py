@@ -10,21 +10,17 @@ Must not know: models, routers.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
 
-from foundation.ids import BlockId, CreditNumber, NodeId, SessionNonce, TransferId
+from foundation.ids import BlockId, CreditNumber, NodeId, TransferId
 from foundation.log import get_logger
-from kv_transfer.arena import ARENA_SLOTS_AT_LEAST, Arena, StagingMemory
 from kv_transfer.control_client import ControlClient
 from kv_transfer.data_sessions import DataSessions
 from kv_transfer.digest import TRAILER_BYTES, DigestSeeds
 from kv_transfer.driver import (
-    DIAL_LIMIT_S,
-    SELF_TEST_LIMIT_S,
     Clockwork,
     NodeIdentity,
     ReadProgress,
@@ -33,6 +29,7 @@ from kv_transfer.driver import (
     local_node,
 )
 from kv_transfer.faults import Faults
+from kv_transfer.landings import Landings
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.port import BeginTransfer, DecodeListener, TransferAccount
 from kv_transfer.protocol import effects as do
@@ -44,24 +41,16 @@ from kv_transfer.protocol.decode_turn import DecodeSide
 from kv_transfer.pump import Pump
 from kv_transfer.staging import Copier, DigestMismatch, Scatter, Scattered
 from kv_transfer.transport.base import (
-    NONCE_BITS,
-    CloseOutcome,
-    DataSession,
-    Fenced,
     Landed,
-    LostCallback,
     ReceiveCancelled,
     ReceiveFailed,
     ReceiveOutcome,
     Transport,
     credit_tag,
 )
-from kv_transfer.transport.self_test import measure_lane
 
 log = get_logger()
 
-ARENAS_AT_ONCE = 8
-"""Staging memory is shared out for so many peers; each arena is that share, or what is left of the budget."""
 _SLOT_METRIC = {
     SlotState.FREE: "free",
     SlotState.POSTED: "posted",
@@ -85,19 +74,6 @@ class _Inbound:
     landed_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Landing:
-    """One session's arena. Its memory is given back when the protocol releases it *and* the transport has fenced it."""
-
-    arena: Arena
-    nonce: SessionNonce
-    lane: str = ""
-    touched: bool = False
-    opened: bool = False
-    released: bool = False
-    fence: Fenced | None = None
-
-
 class DecodeDriver:
     """Implements `kv_transfer.port.DecodeTransfers`. Made and used on the asyncio thread."""
 
@@ -114,15 +90,12 @@ class DecodeDriver:
     ) -> None:
         self._identity = identity
         self._limits = limits
-        self._transport = transport
         self._listener = listener
         self._observer = observer
         self._faults = faults or Faults()
         self._loop = asyncio.get_running_loop()
         self._copier = Copier(pool)
-        self._staging = StagingMemory(limits.staging_bytes)
         self._inbound: dict[TransferId, _Inbound] = {}
-        self._landings: dict[int, _Landing] = {}
         self._side = DecodeSide(local_node(identity, pool.layout, limits, data_address=""))
         self._clockwork = Clockwork(limits, progress, decode_waits)
         self._pump: Pump[on.DecodeEvent, do.DecodeEffect] = Pump(
@@ -131,6 +104,7 @@ class DecodeDriver:
         self._copier.failure.add_done_callback(self._pump.fail_with)
         self._streams = ControlClient(self._pump.emit, observer.dropped, limits.silence_limit_s)
         self._sessions = DataSessions(self._pump.emit)
+        self._landings = Landings(transport, self._sessions, limits.staging_bytes, self._pump.emit, observer.lane)
 
     @property
     def failure(self) -> asyncio.Future[None]:
@@ -145,7 +119,7 @@ class DecodeDriver:
     @property
     def staging_drawn_bytes(self) -> int:
         """Payload bytes of all arenas that are not given back yet, those in quarantine included."""
-        return self._staging.drawn_bytes
+        return self._landings.drawn_bytes
 
     async def close(self) -> None:
         """End every session by name (`closing`), and with it every live transfer; then close all that was opened."""
@@ -183,7 +157,7 @@ class DecodeDriver:
         return effects
 
     def _busy(self) -> bool:
-        return bool(self._side.peers or self._side.arenas or self._landings)
+        return bool(self._side.peers or self._side.arenas or self._landings.drawn_bytes)
 
     def _tick(self, now_s: float) -> Iterable[on.DecodeEvent]:
         """Leases expire on P alone."""
@@ -198,12 +172,14 @@ class DecodeDriver:
                 self._streams.close(peer)
             case do.Send(peer=peer, envelope=envelope):
                 self._streams.send(peer, envelope)
-            case do.OpenLane():
-                self._open_lane(effect)
+            case do.OpenLane(peer=peer, session=session, data_address=address):
+                hello = self._side.peers[peer].hello
+                assert hello is not None, f"a lane to {peer} before its Hello"
+                self._landings.open(peer, session, address, min(self._limits.slot_bytes, hello.slot_bytes))
             case do.CloseSession(peer=peer, session=session):
                 self._sessions.close(peer, session)
             case do.ReleaseArena(session=session):
-                self._release_arena(session)
+                self._landings.release(session)
             case do.QuarantineArena(peer=peer, unresolved_credits=unresolved):
                 log.warning("arena in quarantine", peer=peer, unresolved_credits=unresolved)
             case do.LaneMeasured(peer=peer, lane=lane, gigabytes_per_second=measured):
@@ -214,7 +190,7 @@ class DecodeDriver:
                 self._post_receive(effect)
             case do.CancelReceive(session=session, credit=credit):
                 if data := self._sessions.data(session):
-                    data.cancel_unused(credit_tag(self._landings[session].nonce, credit))
+                    data.cancel_unused(credit_tag(self._landings.nonce(session), credit))
             case do.Scatter():
                 self._scatter(effect)
             case do.NodeReserve(transfer=transfer, end_position=end_position):
@@ -239,78 +215,13 @@ class DecodeDriver:
             lane=inbound.lane,
         )
 
-    # Sessions and their arenas.
-
-    def _open_lane(self, effect: do.OpenLane) -> None:
-        peer, session = effect.peer, effect.session
-        hello = self._side.peers[peer].hello
-        assert hello is not None, f"a lane to {peer} before its Hello"
-        arena = self._draw_arena(min(self._limits.slot_bytes, hello.slot_bytes), session)
-        if arena is None:
-            self._loop.call_soon(self._pump.emit, on.LaneFailed(peer, session, "staging_exhausted"))
-            return
-        landing = self._landings[session] = _Landing(arena, SessionNonce(secrets.randbits(NONCE_BITS)))
-        connect = partial(self._connect, effect.data_address, session)
-        measure = partial(self._measure, peer, landing)
-        self._sessions.open(peer, session, connect, measure, partial(self._endpoint_closed, session))
-
-    def _draw_arena(self, slot_bytes: int, session: int) -> Arena | None:
-        slots = max(ARENA_SLOTS_AT_LEAST, self._limits.staging_bytes // slot_bytes // ARENAS_AT_ONCE)
-        return self._staging.draw_arena(slots, slot_bytes, session) or self._staging.draw_arena(
-            ARENA_SLOTS_AT_LEAST, slot_bytes, session
-        )
-
-    async def _connect(self, address: str, session: int, lost: LostCallback) -> DataSession:
-        return await self._transport.dial(address, session, lost, DIAL_LIMIT_S)
-
-    async def _measure(self, peer: NodeId, landing: _Landing, data: DataSession) -> on.LaneOpened:
-        arena = landing.arena
-        buffers = [arena.message(slot, arena.slot_bytes) for slot in range(arena.slots)]
-        landing.touched = data.lane.fences  # the self-test posts nothing on any other lane
-        measure = await measure_lane(data, buffers, receive_first=True, deadline_s=SELF_TEST_LIMIT_S)
-        self._observer.lane(peer, measure.lane.name, measure.gigabytes_per_second)
-        landing.opened, landing.lane = True, measure.lane.name
-        return on.LaneOpened(
-            peer=peer,
-            session=data.session,
-            nonce=landing.nonce,
-            slots=arena.slots,
-            slot_bytes=arena.slot_bytes,
-            lane=measure.lane.name,
-            bytes_per_second=measure.gigabytes_per_second * 1e9,
-        )
-
-    def _endpoint_closed(self, session: int, outcome: CloseOutcome | None) -> None:
-        landing = self._landings[session]
-        if not landing.touched:
-            self._staging.give_back_untouched(landing.arena)
-            del self._landings[session]
-            return
-        if isinstance(outcome, Fenced):
-            landing.fence = outcome
-        else:
-            log.error("arena cannot be given back: its lane proves nothing", session=f"{session:#x}")
-        landing.released = landing.released or not landing.opened
-        self._give_back_arena(session)
-
-    def _release_arena(self, session: int) -> None:
-        self._landings[session].released = True
-        self._give_back_arena(session)
-
-    def _give_back_arena(self, session: int) -> None:
-        landing = self._landings[session]
-        if landing.released and landing.fence is not None:
-            self._staging.give_back(landing.arena, landing.fence)
-            del self._landings[session]
-
     # Parcels.
 
     def _post_receive(self, effect: do.PostReceive) -> None:
-        landing = self._landings[effect.session]
         data = self._sessions.data(effect.session)
         if data is None:
             return
-        message = landing.arena.message(effect.slot, effect.length - TRAILER_BYTES)
+        message = self._landings.message(effect.session, effect.slot, effect.length - TRAILER_BYTES)
         done = partial(self._received, effect.peer, effect.session, effect.credit)
         data.post_receive(credit_tag(effect.nonce, effect.credit), message, done)
 
@@ -336,7 +247,7 @@ class DecodeDriver:
         payload_bytes = slot.length - TRAILER_BYTES
         inbound.landed_parcels += 1
         inbound.landed_bytes += payload_bytes
-        inbound.lane = self._landings[session].lane
+        inbound.lane = self._landings.lane(session)
         self._observer.parcel("landed", slot.transfer, slot.parcel_index, payload_bytes)
         return self._faults.after_landed(slot.parcel_index, inbound.landed_parcels)
 
@@ -346,24 +257,24 @@ class DecodeDriver:
         return arena.slots[index] if arena and index is not None else None
 
     def _scatter(self, effect: do.Scatter) -> None:
-        landing, inbound = self._landings[effect.session], self._inbound[effect.transfer]
+        inbound = self._inbound[effect.transfer]
         payload_bytes = effect.parcel.wire_bytes(self._side.local.layout)
         job = Scatter(
             block_ids=inbound.block_ids,
             parcel=effect.parcel,
-            seed=self._seeds(effect, inbound, landing).seed(effect.credit, effect.parcel, payload_bytes),
-            message=landing.arena.message(effect.slot, payload_bytes),
+            seed=self._seeds(effect, inbound).seed(effect.credit, effect.parcel, payload_bytes),
+            message=self._landings.message(effect.session, effect.slot, payload_bytes),
         )
         self._copier.scatter(job, partial(self._scattered, effect, payload_bytes))
 
-    def _seeds(self, effect: do.Scatter, inbound: _Inbound, landing: _Landing) -> DigestSeeds:
+    def _seeds(self, effect: do.Scatter, inbound: _Inbound) -> DigestSeeds:
         if inbound.seeds is None:
             request, identity = inbound.request, self._identity
             inbound.seeds = DigestSeeds(
                 effect.transfer,
                 self._side.arenas[effect.session].incarnation,
                 identity.incarnation,
-                landing.nonce,
+                self._landings.nonce(effect.session),
                 identity.fingerprint,
                 request.prompt + request.settled,
             )

@@ -3,7 +3,7 @@
 `decode_driver` and `prefill_driver` run the pure protocol on the node's asyncio thread: events in, effects out, one at a
 time and in order. They decide nothing themselves.
 
-Read in this order: this file, `control_stream`, `data_sessions`, `decode_driver`, `prefill_driver`.
+Read in this order: this file, `pump`, `control_stream`, `data_sessions`, `landings`, `decode_driver`, `prefill_driver`.
 
 Must not know: models, engines beyond their progress, routers.
 """

@@ -1,0 +1,132 @@
+"""Where a decode node's sessions land: each gets an arena of its own before it is dialled, and keeps it until nothing can write
+there any more.
+
+An arena's memory is given back when the protocol has released it *and* the transport has fenced it. One whose lane proves
+nothing is never given back, and says so.
+
+Must not know: transfers, credits, what the protocol decides.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from foundation.ids import NodeId, SessionNonce, SlotIndex
+from foundation.log import get_logger
+from kv_transfer.arena import ARENA_SLOTS_AT_LEAST, Arena, StagingMemory
+from kv_transfer.data_sessions import DataSessions
+from kv_transfer.driver import DIAL_LIMIT_S, SELF_TEST_LIMIT_S
+from kv_transfer.protocol.events import LaneFailed, LaneOpened
+from kv_transfer.transport.base import NONCE_BITS, Bytes, CloseOutcome, DataSession, Fenced, LostCallback, Transport
+from kv_transfer.transport.self_test import measure_lane
+
+log = get_logger()
+
+ARENAS_AT_ONCE = 8
+"""Staging memory is shared out for so many peers; each arena is that share, or what is left of the budget."""
+
+
+@dataclass(slots=True)
+class _Landing:
+    """`touched`: a slot was handed to the transport. `opened`: the protocol knows of it, and will release it."""
+
+    arena: Arena
+    nonce: SessionNonce
+    lane: str = ""
+    touched: bool = False
+    opened: bool = False
+    released: bool = False
+    fence: Fenced | None = None
+
+
+class Landings:
+    def __init__(
+        self,
+        transport: Transport,
+        sessions: DataSessions,
+        staging_bytes: int,
+        emit: Callable[[LaneFailed], None],
+        measured: Callable[[NodeId, str, float], None],
+    ) -> None:
+        """`measured(peer, lane, gigabytes_per_second)` hears of every self-test."""
+        self._transport = transport
+        self._sessions = sessions
+        self._staging = StagingMemory(staging_bytes)
+        self._emit = emit
+        self._measured = measured
+        self._landings: dict[int, _Landing] = {}
+
+    @property
+    def drawn_bytes(self) -> int:
+        """Payload bytes of all arenas that are not given back yet."""
+        return self._staging.drawn_bytes
+
+    def open(self, peer: NodeId, session: int, data_address: str, slot_bytes: int) -> None:
+        """Draw an arena, dial, measure; `LaneOpened` or `LaneFailed` follows."""
+        slots = max(ARENA_SLOTS_AT_LEAST, self._staging.staging_bytes // slot_bytes // ARENAS_AT_ONCE)
+        arena = self._staging.draw_arena(slots, slot_bytes, session)
+        arena = arena or self._staging.draw_arena(ARENA_SLOTS_AT_LEAST, slot_bytes, session)
+        if arena is None:
+            self._emit(LaneFailed(peer, session, "staging_exhausted"))
+            return
+        landing = self._landings[session] = _Landing(arena, SessionNonce(secrets.randbits(NONCE_BITS)))
+        connect = partial(self._connect, data_address, session)
+        self._sessions.open(
+            peer, session, connect, partial(self._measure, peer, landing), partial(self._closed, session)
+        )
+
+    def message(self, session: int, slot: SlotIndex, payload_bytes: int) -> Bytes:
+        return self._landings[session].arena.message(slot, payload_bytes)
+
+    def nonce(self, session: int) -> SessionNonce:
+        return self._landings[session].nonce
+
+    def lane(self, session: int) -> str:
+        return self._landings[session].lane
+
+    def release(self, session: int) -> None:
+        """The protocol has no use for the arena any more."""
+        self._landings[session].released = True
+        self._give_back(session)
+
+    async def _connect(self, data_address: str, session: int, lost: LostCallback) -> DataSession:
+        return await self._transport.dial(data_address, session, lost, DIAL_LIMIT_S)
+
+    async def _measure(self, peer: NodeId, landing: _Landing, data: DataSession) -> LaneOpened:
+        arena = landing.arena
+        buffers = [arena.message(slot, arena.slot_bytes) for slot in range(arena.slots)]
+        landing.touched = data.lane.fences  # the self-test posts nothing on any other lane
+        measure = await measure_lane(data, buffers, receive_first=True, deadline_s=SELF_TEST_LIMIT_S)
+        self._measured(peer, measure.lane.name, measure.gigabytes_per_second)
+        landing.opened, landing.lane = True, measure.lane.name
+        return LaneOpened(
+            peer=peer,
+            session=data.session,
+            nonce=landing.nonce,
+            slots=arena.slots,
+            slot_bytes=arena.slot_bytes,
+            lane=measure.lane.name,
+            bytes_per_second=measure.gigabytes_per_second * 1e9,
+        )
+
+    def _closed(self, session: int, outcome: CloseOutcome | None) -> None:
+        landing = self._landings[session]
+        if not landing.touched:
+            self._staging.give_back_untouched(landing.arena)
+            del self._landings[session]
+            return
+        if isinstance(outcome, Fenced):
+            landing.fence = outcome
+        else:
+            log.error("arena cannot be given back: its lane proves nothing", session=f"{session:#x}")
+        landing.released = landing.released or not landing.opened
+        self._give_back(session)
+
+    def _give_back(self, session: int) -> None:
+        landing = self._landings[session]
+        if landing.released and landing.fence is not None:
+            self._staging.give_back(landing.arena, landing.fence)
+            del self._landings[session]
