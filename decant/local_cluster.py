@@ -105,7 +105,8 @@ class Request:
         for name, options in (("router", cluster.router), ("prefill", cluster.prefill), ("decode", cluster.decode)):
             settings = self.settings if isinstance(options, RouterOptions) else _without_routers(self.settings)
             found = origins(type(options), settings)
-            decided = dict.fromkeys(DECIDED_HERE & found.keys(), "decant up")
+            decided_here = DECIDED_HERE if isinstance(options, RouterOptions) else DECIDED_HERE | {"host", "node_index"}
+            decided = dict.fromkeys(decided_here & found.keys(), "decant up")
             parts.append(f"[{name}]\n{describe(options, found | decided)}")
         return "\n\n".join(parts)
 
