@@ -215,6 +215,5 @@ class EngineStatus:
     preemptions: int = 0
     skips: dict[str, int] = field(default_factory=dict)
     """Steps in which somebody had to wait, by reason."""
-    prefix_cached_tokens: int = 0
     failed: str | None = None
     """Why the engine thread ended, when it did; every request has got RequestFailed(engine_error)."""

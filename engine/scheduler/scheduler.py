@@ -98,7 +98,6 @@ class Scheduler:
             last_step_tokens=last_step_tokens,
             preemptions=state.preemptions,
             skips=dict(state.skips),
-            prefix_cached_tokens=state.prefix_cached_tokens,
         )
 
     def check(self) -> None:

@@ -39,7 +39,6 @@ class State:
     launched_step: int = 0
     settled_step: int = 0
     preemptions: int = 0
-    prefix_cached_tokens: int = 0
 
 
 def blocks_for(state: State, positions: int) -> int:
@@ -64,7 +63,6 @@ def take_blocks(state: State, request: Request, end_position: int, reusable_posi
         return False
     request.blocks = blocks
     request.cached = request.computed = len(shared) * block_size
-    state.prefix_cached_tokens += request.cached
     return True
 
 

@@ -389,3 +389,16 @@ def test_f12_of_two_that_received_their_kv_and_lack_a_block_the_older_one_runs()
         world.add(Wish(wish, at_turn=3, hold_turns=4, received_share=0, first_token=False))
     world.run()
     world.compare()
+
+
+def test_the_latest_that_holds_blocks_gives_way_even_when_it_only_waits_for_a_seat() -> None:
+    engine, _ = engine_of(num_blocks=5, max_num_seqs=1, enable_prefix_caching=False)
+    engine.take(submit_of("old", prompt(4), max_tokens=14, ignore_eos=True))
+    engine.step()
+    engine.take(submit_of("new", prompt(8, 1), mode=Mode.AWAIT_KV, max_tokens=1))
+    engine.take(ReserveKv(key("new"), 8))
+    engine.step()
+    engine.take(StartFromKv(key("new"), 0))
+    tokens = [event for event in drive(engine) if isinstance(event, TokenSampled)]
+    assert [event.key for event in tokens] == ["old"] * 12 + ["new"]
+    assert engine.status().preemptions == 1
