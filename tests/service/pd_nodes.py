@@ -11,15 +11,13 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-START_WITHIN_S = 60.0
+START_WITHIN_S = 100.0
 
 
 def free_ports(count: int) -> list[int]:
@@ -33,25 +31,30 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
+class Ports(NamedTuple):
+    control: int
+    data: int
+    http: int
+
+
 @dataclass
 class NodeProcess:
     name: str
     process: subprocess.Popen[bytes]
-    control_port: int
-    http_port: int
+    ports: Ports
     log_path: Path
     _log: IO[bytes] = field(repr=False)
 
     @property
     def control_address(self) -> str:
-        return f"127.0.0.1:{self.control_port}"
+        return f"127.0.0.1:{self.ports.control}"
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports.http}{path}", timeout=5) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as refused:
             return refused.code, refused.read().decode()
@@ -105,19 +108,20 @@ class Metrics:
 
 
 def start_node(
-    role: str, folder: Path, model: Path, key_file: Path, *options: str, environment: dict[str, str] | None = None
+    role: str, folder: Path, model: Path, key_file: Path, *options: str, faults: str = "", ports: Ports | None = None
 ) -> NodeProcess:
-    """`role` is prefill or decode. No registry answers: a node serves without one."""
-    control_port, data_port, http_port, registry_port = free_ports(4)
-    name = f"{role}-{control_port}"
+    """`role` is prefill or decode. No registry answers: a node serves without one. `faults`: see kv_transfer/faults.py."""
+    ports = ports or Ports(*free_ports(3))
+    (registry_port,) = free_ports(1)
+    name = f"{role}-{ports.control}"
     log_path = folder / f"{name}.log"
-    log = log_path.open("wb")
+    log = log_path.open("ab")
     arguments = {
         "model": model,
         "node-id": name,
-        "control-port": control_port,
-        "data-port": data_port,
-        "http-port": http_port,
+        "control-port": ports.control,
+        "data-port": ports.data,
+        "http-port": ports.http,
         "registry": f"127.0.0.1:{registry_port}",
         "key-file": key_file,
         "log-format": "json",
@@ -131,14 +135,17 @@ def start_node(
         *options,
     ]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("DECANT_")}
+    if faults:
+        command.append("--enable-test-faults")
+        inherited["DECANT_TEST_FAULTS"] = faults
     process = subprocess.Popen(
         command,
         stdout=log,
         stderr=log,
         stdin=subprocess.DEVNULL,
-        env=inherited | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+        env=inherited | {"OMP_NUM_THREADS": "1"},
     )
-    return NodeProcess(name, process, control_port, http_port, log_path, log)
+    return NodeProcess(name, process, ports, log_path, log)
 
 
 async def until_ready(*nodes: NodeProcess) -> None:
@@ -147,16 +154,6 @@ async def until_ready(*nodes: NodeProcess) -> None:
             while (await node.health())[0] != 200:
                 assert node.process.poll() is None, f"{node.name} ended while starting:\n{node.log()[-4000:]}"
                 await asyncio.sleep(0.1)
-
-
-@asynccontextmanager
-async def running(*nodes: NodeProcess) -> AsyncIterator[tuple[NodeProcess, ...]]:
-    try:
-        await until_ready(*nodes)
-        yield nodes
-    finally:
-        for node in nodes:
-            node.end()
 
 
 async def eventually(fact: Any, within_s: float, what: str) -> None:

@@ -161,6 +161,18 @@ async def test_f21_a_flipped_byte_is_noticed_and_never_counts_as_verified(pairin
         await pair.at_rest()
 
 
+@pytest.mark.parametrize(
+    ("faults", "named"), [(Faults(shorten_parcel=1), "bad_digest"), (Faults(stretch_parcel=1), "bad_length")]
+)
+async def test_f35_a_short_or_oversize_parcel_is_refused_by_name(pairing: Pairing, faults: Faults, named: str) -> None:
+    async with pairing(prefill_faults=replace(faults)) as pair:
+        assert (await pair.outcome(pair.begin(TOKENS)))[0] == named
+        again = pair.begin(TOKENS)
+        assert (await pair.outcome(again))[0] == "committed"
+        pair.check_landed(again, TOKENS, len(TOKENS))
+        await pair.at_rest()
+
+
 async def test_f39_blocks_that_changed_owner_are_never_sent_as_this_requests(pairing: Pairing) -> None:
     async with pairing() as pair:
         pair.prefill_engine.hold_at = 128

@@ -255,6 +255,18 @@ async def test_f23_a_draining_router_ends_what_it_has_and_takes_nothing_new(fold
         await asyncio.wait_for(draining, 2.0)
 
 
+async def test_f23_when_the_grace_period_is_over_streams_end_with_an_error_event(folder: Path) -> None:
+    node = FakeNode("d0", tokens_until_pause=5)
+    async with router_with(folder, node) as router:
+        body: Any = {"model": router.model, "prompt": "x", "max_tokens": 50, "stream": True}
+        async with router.http.post(f"{router.url}/v1/completions", json=body) as response:
+            await response.content.readuntil(b"\n\n")
+            await router.router.drain(0.05)
+            last = (await response.text()).strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+        await until(lambda: not node.requests)
+
+
 async def test_f23_a_draining_node_gets_nothing_new_and_ends_what_it_has(folder: Path) -> None:
     first, second = FakeNode("d0", tokens_until_pause=5), FakeNode("d1", ready=False)
     async with router_with(folder, first, second) as router:
