@@ -122,6 +122,12 @@ class Dispatcher:
         """Returns when no request is in flight."""
         await self._idle.wait()
 
+    def give_up(self) -> None:
+        """End every request in flight with an error that says why: what its client sees is never just a cut."""
+        for ongoing in list(self._ongoing.values()):
+            ongoing.stream.fail(_unavailable("this router is shutting down", "draining"))
+            ongoing.handle(ClientLeft())
+
     def why_waiting(self) -> list[dict[str, object]]:
         """Each request without a first token: on whom it waits, for what, and since when."""
         now_s = self._now()

@@ -141,6 +141,7 @@ class Router:
             await asyncio.wait_for(self.dispatcher.drained(), grace_s)
         except TimeoutError:
             log.warning("grace period over", requests=self.dispatcher.in_flight)
+            self.dispatcher.give_up()
 
     async def close(self) -> None:
         if self._health_task is not None:
