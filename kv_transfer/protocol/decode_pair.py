@@ -242,6 +242,8 @@ def pair_message(turn: DecodeTurn, peer: Peer, message: PairMessage, sender: Inc
 
 
 def _hello_received(turn: DecodeTurn, peer: Peer, hello: Hello, sender: Incarnation) -> None:
+    if peer.state is PeerState.SUSPECT and hello.session == peer.session:
+        return  # the session goes on; Sync follows
     if hello.session != peer.session or peer.state is not PeerState.CONNECTING or peer.hello is not None:
         turn.out.count(peer.node_id, "repeated_hello")
         return
