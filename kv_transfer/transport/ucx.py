@@ -62,7 +62,8 @@ Outcome = TypeVar("Outcome", ReceiveOutcome, SendOutcome)
 
 @dataclass(slots=True)
 class _Operation(Generic[Outcome]):
-    """An open request. `buffer` is kept alive for UCX, which holds only its address."""
+    """An open request: `request` is the only reference to its handle, `buffer` is kept alive for UCX, which holds only its
+    address."""
 
     request: Any
     buffer: Bytes
@@ -79,14 +80,15 @@ class UcxSession:
         endpoint: UcxEndpoint,
         lifeline: Lifeline,
         lost: LostCallback,
-        drop_strays: Callable[[frozenset[int]], None],
+        transport: UcxTransport,
     ) -> None:
         self.session = session
         self.lane = Lane("unknown", receiver_reads=False, close_fences_receives=False)
         self._endpoint = endpoint
         self._lifeline = lifeline
         self._lost: LostCallback | None = lost
-        self._drop_strays = drop_strays
+        self._transport = transport
+        self._worker = transport.worker
         self._nonces: set[int] = set()
         self._loop = asyncio.get_running_loop()
         self._receives: dict[Tag, _Operation[ReceiveOutcome]] = {}
@@ -97,8 +99,9 @@ class UcxSession:
         endpoint.on_close(self._endpoint_failed)
 
     @property
-    def closed(self) -> bool:
-        return self._closing is not None and self._closing.done()
+    def over(self) -> bool:
+        """Closed, and UCX refers to none of its buffers. Until then the session must be kept."""
+        return self._closing is not None and self._closing.done() and not self._receives and not self._sends
 
     def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
         assert self._closing is None, f"session {self.session:#x} is closed"
@@ -111,7 +114,7 @@ class UcxSession:
     def cancel_unused(self, tag: Tag) -> None:
         if operation := self._receives.get(tag):
             operation.withdrawn = True
-            operation.request = None  # dropping the handle cancels
+            self._worker.cancel(operation)
 
     def send(self, tag: Tag, buffer: Bytes, done: Callable[[SendOutcome], None]) -> None:
         assert self._closing is None, f"session {self.session:#x} is closed"
@@ -133,7 +136,7 @@ class UcxSession:
         for outcome in await asyncio.gather(answered, sent):
             if not isinstance(outcome, Landed | Sent):
                 raise TransportError("unreachable", f"the greeting failed: {outcome}")
-        self.lane = lane_of_endpoint(await asyncio.to_thread(self._endpoint.describe))
+        self.lane = lane_of_endpoint(await self._worker.run(self._endpoint.describe))
 
     async def _watch_lifeline(self) -> None:
         self._lose(await self._lifeline.until_lost())
@@ -170,9 +173,9 @@ class UcxSession:
 
     async def _close(self) -> CloseOutcome:
         self._watch.cancel()
-        await asyncio.to_thread(self._endpoint.destroy)
+        await self._worker.run(self._endpoint.destroy)
         self._lifeline.close()
-        self._drop_strays(frozenset(self._nonces))
+        self._transport.drop_stray_messages(self._nonces)
         self._settle()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._quiet.wait(), CLOSE_LIMIT_S)
@@ -187,7 +190,7 @@ class UcxTransport:
     def __init__(self) -> None:
         self.strangers_refused = 0
         self.stray_messages = 0
-        self._worker = UcxWorker()
+        self.worker = UcxWorker()
         self._sessions: set[UcxSession] = set()
         self._expected: dict[int, tuple[asyncio.Future[DataSession], LostCallback]] = {}
         self._server: asyncio.Server | None = None
@@ -207,7 +210,7 @@ class UcxTransport:
         return arrived
 
     async def dial(self, address: str, session: int, lost: LostCallback, deadline_s: float) -> DataSession:
-        call = Call(session, secrets.randbits(63) << 1, self._worker.address)
+        call = Call(session, secrets.randbits(63) << 1, self.worker.address)
         try:
             async with asyncio.timeout(deadline_s):
                 peer_address, lifeline = await place_call(address, call)
@@ -221,7 +224,7 @@ class UcxTransport:
         for arrived, _ in list(self._expected.values()):
             arrived.cancel()
         await asyncio.gather(*(session.close() for session in self._sessions))
-        await self._worker.close()
+        await self.worker.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One caller on the data port."""
@@ -244,7 +247,7 @@ class UcxTransport:
         if arrived is None or lost is None:
             self.strangers_refused += 1
             return refuse(writer)
-        welcome(writer, self._worker.address)
+        welcome(writer, self.worker.address)
         try:
             session = await self._open(call, call.worker_address, Lifeline(reader, writer), lost, dialled=False)
         except BaseException as error:
@@ -261,12 +264,12 @@ class UcxTransport:
         self, call: Call, peer_address: bytes, lifeline: Lifeline, lost: LostCallback, *, dialled: bool
     ) -> UcxSession:
         try:
-            endpoint = self._worker.endpoint(peer_address)
+            endpoint = self.worker.endpoint(peer_address)
         except TransportError:
             lifeline.close()
             raise
-        session = UcxSession(call.session, endpoint, lifeline, lost, self._drop_stray_messages)
-        self._sessions = {known for known in self._sessions if not known.closed} | {session}
+        session = UcxSession(call.session, endpoint, lifeline, lost, self)
+        self._sessions = {known for known in self._sessions if not known.over} | {session}
         tags = (call.greeting_tag, call.greeting_tag | 1)
         try:
             await session.greet(*(tags if dialled else reversed(tags)))
@@ -275,9 +278,10 @@ class UcxTransport:
             raise
         return session
 
-    def _drop_stray_messages(self, nonces: frozenset[int]) -> None:
+    def drop_stray_messages(self, nonces: set[int]) -> None:
+        """Of a session that is over."""
         for nonce in nonces:
-            self.stray_messages += self._worker.drop_unexpected(nonce << NUMBER_BITS, _NONCE_MASK)
+            self.stray_messages += self.worker.drop_unexpected(nonce << NUMBER_BITS, _NONCE_MASK)
 
 
 def _resolve(future: asyncio.Future[Any], outcome: object) -> None:

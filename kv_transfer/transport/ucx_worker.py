@@ -5,7 +5,12 @@ binding's default of looking every millisecond). It also submits what the asynci
 shared memory never runs on the event loop. The notifier thread sleeps until requests have completed and then has the
 event loop complete their futures.
 
-A request is cancelled when its handle is dropped, so whoever starts one holds the handle until the future is done.
+A request is cancelled when its handle is dropped, so whoever starts one holds the handle until the future is done. Dropping
+an open one is deadly beside a running progress thread: the canceller holds the request's lock and wants the worker's, the
+progress thread, completing that very request, holds the worker's and wants the request's (seen: both hang for ever, and the
+interpreter lock with them). So `cancel` stops progress for the moment that it takes.
+
+What may block for a moment runs on one control thread, in order: cancelling, destroying endpoints, asking for descriptions.
 
 Must not know: sessions, lanes, tags.
 """
@@ -15,16 +20,24 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from kv_transfer.transport.base import Bytes, TransportError
 
+Done = TypeVar("Done")
+
 _CLOSE_LIMIT_NS = 5 * 10**9
 _STRAYS_AT_ONCE = 1024
 _STRAY_LIMIT_BYTES = 64 * 1024
+
+
+class HoldsRequest(Protocol):
+    request: Any
 
 
 class UcxEndpoint:
@@ -71,13 +84,15 @@ class UcxWorker:
         self._binding = binding
         self._loop = asyncio.get_running_loop()
         self._strays: dict[int, tuple[Any, Bytes]] = {}
+        self._to_cancel: list[HoldsRequest] = []
+        self._control = ThreadPoolExecutor(1, "ucx-control")
         try:
             self._context = binding.UCXContext({})
             self._worker = binding.UCXWorker(self._context, enable_delayed_submission=True, enable_python_future=True)
         except binding.UCXError as error:
             raise TransportError("ucx_unavailable", f"UCX cannot start with this UCX_TLS: {error}") from error
         assert self._worker.enable_python_future, "this ucxx was built without Python futures"
-        self._worker.start_progress_thread(polling_mode=False, epoll_timeout=-1)
+        self._start_progress()
         self._notifier = threading.Thread(target=self._notify, name="ucx-notifier", daemon=True)
         self._notifier.start()
 
@@ -94,6 +109,25 @@ class UcxWorker:
         except self._binding.UCXError as error:
             raise TransportError("unreachable", f"no UCX lane to this peer: {error}") from error
         return UcxEndpoint(handle, self._binding)
+
+    async def run(self, blocking: Callable[[], Done]) -> Done:
+        """Run it on the control thread."""
+        return await self._loop.run_in_executor(self._control, blocking)
+
+    def cancel(self, holder: HoldsRequest) -> None:
+        """Drop the handle, of which the holder's must be the only reference. Its future ends soon, one way or the other."""
+        self._to_cancel.append(holder)
+        if len(self._to_cancel) == 1:
+            self._control.submit(self._cancel_all)
+
+    def _cancel_all(self) -> None:
+        self._worker.stop_progress_thread()
+        while self._to_cancel:
+            self._to_cancel.pop().request = None
+        self._start_progress()
+
+    def _start_progress(self) -> None:
+        self._worker.start_progress_thread(polling_mode=False, epoll_timeout=-1)
 
     def drop_unexpected(self, tag: int, mask: int) -> int:
         """Take out small messages that nobody posted for and whose tag agrees with `tag` where `mask` has ones; how many.
@@ -119,7 +153,8 @@ class UcxWorker:
 
     async def close(self) -> None:
         """Every endpoint must be destroyed before."""
-        await asyncio.to_thread(self._stop)
+        await self.run(self._stop)
+        self._control.shutdown(wait=False)
 
     def _stop(self) -> None:
         self._worker.stop_request_notifier_thread()

@@ -184,9 +184,10 @@ async def test_f03_after_a_stopped_peer_was_closed_on_its_late_bytes_never_land(
     before = buffer.copy()
     await world.resume()
     world.let_go(tag(0))
-    assert await world.far_close(7) == "Fenced"
-    assert await world.far_outcome(tag(0)) == "SendFailed"
+    # The sender may see success all the same: what it sends to a destroyed endpoint is taken off the wire and dropped.
+    assert await world.far_outcome(tag(0)) in ("Sent", "SendFailed")
     assert np.array_equal(buffer, before)
+    assert await world.far_close(7) == "Fenced"
     await nothing_more_lands(buffer)
 
 
@@ -364,3 +365,18 @@ async def test_the_self_test_refuses_a_lane_that_cannot_fence(world: World) -> N
     buffers = [np.zeros(1000, np.uint8)] * 2
     with pytest.raises(TransportError, match="lane_cannot_fence"):
         await measure_lane(near.session, buffers, receive_first=True, deadline_s=1.0)
+
+
+@pytest.mark.parametrize("world", FENCED_WORLDS[1:], indirect=True)
+async def test_cancelling_what_is_just_landing_never_hangs(world: World) -> None:
+    """A cancellation beside UCX's progress thread deadlocked within a few dozen of these."""
+    near = await Near.dial(world, await world.listen())
+    buffer = np.zeros((2, 20_000), np.uint8)
+    for number in range(0, 600, 2):
+        matched, unused = near.receive(tag(number), buffer[0]), near.receive(tag(number + 1), buffer[1])
+        await world.far_send(7, tag(number), 20_000, seed=number)
+        near.session.cancel_unused(tag(number))
+        near.session.cancel_unused(tag(number + 1))
+        assert isinstance(await soon(matched), Landed | ReceiveCancelled)
+        assert await soon(unused) == ReceiveCancelled(tag(number + 1))
+    assert not buffer[1].any()

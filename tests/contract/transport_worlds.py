@@ -25,7 +25,7 @@ DEADLINE_S = 20.0
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 (bytes that UCX writes raise no event)
+        while not condition():
             await asyncio.sleep(0.0005)
 
 
