@@ -4,16 +4,19 @@
 In every state the invariants are checked; at the end, that rest is reachable from every state by what happens by itself
 (progress and deadlines, no misfortune). A violation is shown as the shortest list of actions that leads to it.
 
-    python tests/sim/explorer.py [--states N] [--world NAME]
+    python tests/sim/explorer.py [--states N] [--world NAME] [--jobs N]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from array import array
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 from transfer_world import (
     Action,
@@ -129,6 +132,7 @@ def explore(plan: Plan, budget: Budget, limit: int = 10_000_000) -> Found:
 ONE = (transfer("r"),)
 TWO = (transfer("r"), transfer("s"))
 AGAIN = (transfer("r"), transfer("r", attempt=2))
+TRIES = (transfer("r"), transfer("r", try_number=2))
 
 WORLDS: dict[str, tuple[Plan, Budget]] = {
     "quiet": (Plan(ONE), Budget()),
@@ -154,28 +158,62 @@ WORLDS: dict[str, tuple[Plan, Budget]] = {
     "superseded": (Plan(AGAIN, positions=1), Budget()),
     "everything is cached": (Plan(ONE, cached=2), Budget(abort=1)),
     "two transfers": (Plan(TWO, positions=1, slots=1, sending_slots=1), Budget()),
+    "prefill node dies, next try": (Plan(TRIES, positions=1, one_by_one=True), Budget(crash_p=1)),
+    "decode node dies, next attempt": (Plan(AGAIN, positions=1, one_by_one=True), Budget(crash_d=1)),
 }
+"""Worlds that are searched in full."""
+
+LARGE: dict[str, tuple[Plan, Budget]] = {
+    "two transfers, abort": (Plan(TWO, positions=1), Budget(abort=1)),
+    "two transfers, one slot, abort": (Plan(TWO, positions=1, slots=1, sending_slots=1), Budget(abort=1)),
+    "two cuts": (Plan(ONE, positions=1), Budget(cut=2)),
+    "cut, abort and failure": (Plan(ONE, positions=1), Budget(cut=1, abort=1, prefill_fails=1)),
+    "abort, cut and repeat": (Plan(ONE, positions=1), Budget(cut=1, abort=1, repeat=1)),
+    "both die": (Plan(TRIES, positions=1, one_by_one=True), Budget(crash_p=1, crash_d=1)),
+    "hang and abort": (Plan(ONE), Budget(deadline=1, abort=1)),
+    "hang and cut": (Plan(ONE, positions=1), Budget(deadline=1, cut=1)),
+    "endpoint, cut and abort": (Plan(ONE, positions=1), Budget(endpoint=1, cut=1, abort=1)),
+    "death and next try where the receiver reads": (
+        Plan(TRIES, positions=1, one_by_one=True, lane="receiver_reads"),
+        Budget(crash_p=1, abort=1),
+    ),
+    "death and next try where the sender writes": (
+        Plan(TRIES, positions=1, one_by_one=True, lane="sender_writes"),
+        Budget(crash_p=1, abort=1),
+    ),
+    "endpoint and next try where the sender writes": (
+        Plan(TRIES, positions=1, one_by_one=True, lane="sender_writes"),
+        Budget(endpoint=1),
+    ),
+}
+"""Worlds for `make explore`; each is searched in full, or up to the number of states that is asked for."""
+
+
+def _search(name: str, limit: int) -> tuple[str, Found]:
+    return name, explore(*(WORLDS | LARGE)[name], limit=limit)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--states", type=int, default=10_000_000, help="stop a world's search at so many states")
-    parser.add_argument("--world", action="append", choices=sorted(WORLDS), help="only this world (may be repeated)")
+    parser.add_argument("--states", type=int, default=1_000_000, help="stop a world's search at so many states")
+    parser.add_argument("--world", action="append", choices=sorted(WORLDS | LARGE), help="only this one (repeatable)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worlds searched at once")
     arguments = parser.parse_args()
-    states = transitions = failures = 0
+    names = arguments.world or [*LARGE, *WORLDS]
+    states = transitions = failures = incomplete = 0
     began_s = time.perf_counter()
-    for name in arguments.world or WORLDS:
-        found = explore(*WORLDS[name], limit=arguments.states)
-        states, transitions = states + found.states, transitions + found.transitions
-        extent = "all" if found.complete else "not all"
-        print(f"{name}: {found.states} distinct states ({extent}), {found.transitions} transitions", flush=True)
-        if found.violation:
-            failures += 1
-            print(f"  {found.violation}")
-            for action in found.trace:
-                print(f"    {action}")
-    took_s = time.perf_counter() - began_s
-    print(f"explored {states} distinct states, {transitions} transitions, {failures} violations, {took_s:.0f} s")
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        for name, found in pool.map(_search, names, [arguments.states] * len(names)):
+            states, transitions = states + found.states, transitions + found.transitions
+            failures, incomplete = failures + bool(found.violation), incomplete + (not found.complete)
+            extent = "all of them" if found.complete else "not all of them"
+            print(f"{name}: {found.states} distinct states, {extent}; {found.transitions} transitions", flush=True)
+            if found.violation:
+                print(f"  {found.violation}", *(f"    {action}" for action in found.trace), sep="\n", flush=True)
+    print(
+        f"explored {states} distinct states of {len(names)} worlds ({incomplete} not in full), {transitions} transitions, "
+        f"{failures} violations, {time.perf_counter() - began_s:.0f} s"
+    )
     return 1 if failures else 0
 
 
