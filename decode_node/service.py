@@ -186,7 +186,11 @@ class DecodeService:
     def ended(self, transfer: TransferId, reason: str, account: TransferAccount) -> None:
         log.info("transfer ended", transfer=str(transfer), reason=reason, verified=account.verified_positions)
         self._metrics.kv_transfer_seconds.observe(account.seconds)
-        if reason != "done":
+        attempt = self._attempts.get(transfer.attempt_id)
+        if attempt is not None and attempt.state.phase is Phase.ENDING:
+            if reason != "done":
+                self._metrics.kv_transfer_failures_total.count("cancelled")
+        else:
             self._metrics.kv_transfer_failures_total.count(reason_label(reason))
         self._transfer_event(transfer, on.TransferEnded(transfer.try_number, reason, account.verified_positions))
 

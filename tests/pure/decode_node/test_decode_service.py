@@ -34,7 +34,7 @@ class AnsweringTransfers:
         self.begun.append(request)
         if request.prefill_node in self.unreachable:
             assert self.service is not None
-            self.service.ended(request.transfer, "peer_lost", ACCOUNT)
+            self.service.ended(request.transfer, "peer_closed", ACCOUNT)
 
     def reserved(self, transfer: TransferId, *what: Any) -> None:
         self.calls.append(("reserved", transfer, *what))
@@ -74,12 +74,12 @@ class Desk:
             messages.append(message.step)
         return messages
 
-    def local_prefills(self) -> dict[str, float]:
+    def counted(self, metric: str) -> dict[str, float]:
         return {
             sample.labels["reason"]: sample.value
             for family in self.metrics.registry.collect()
             for sample in family.samples
-            if sample.name == "decant_local_prefill_total" and sample.value
+            if sample.name == f"decant_{metric}" and sample.value
         }
 
 
@@ -116,13 +116,13 @@ async def test_f27_every_prefill_node_is_tried_and_then_the_prompt_is_computed_h
     desk.submit(prefill=("p1", "p2"))
     assert [begun.prefill_node for begun in desk.transfers.begun] == ["p1", "p2"]
     assert desk.commands[-1] == StartFromKv(engine_port.RequestKey("a/1"), 0, None)
-    assert desk.local_prefills() == {"peer_lost": 1}
+    assert desk.counted("local_prefill_total") == {"peer_closed": 1}
 
 
 async def test_a_reason_nobody_foresaw_is_counted_as_a_failed_transfer(desk: Desk) -> None:
     desk.submit(prefill=("p1",))
     desk.service.ended(TransferId(RequestId("a"), 1, 1), "some_new_reason", ACCOUNT)
-    assert desk.local_prefills() == {"transfer_failed": 1}
+    assert desk.counted("local_prefill_total") == {"transfer_failed": 1}
 
 
 async def test_the_whole_way_of_a_transfer(desk: Desk) -> None:
@@ -152,6 +152,17 @@ async def test_f10_a_router_that_leaves_ends_its_transfers_and_then_frees_the_bl
     desk.service.ended(transfer, "lease_lapsed", ACCOUNT)
     assert desk.commands[-1] == Cancel(engine_port.RequestKey("a/1"))
     assert desk.service.idle.is_set()
+    assert desk.counted("kv_transfer_failures_total") == {"cancelled": 1}
+    assert desk.counted("local_prefill_total") == {}
+
+
+async def test_f20_a_transfer_that_a_last_first_token_ended_is_no_failure(desk: Desk) -> None:
+    desk.submit(prefill=("p1",), length=CONFIG.max_model_len - 1)
+    transfer = TransferId(RequestId("a"), 1, 1)
+    desk.service.first_token(transfer, SettledToken(7))
+    desk.service.ended(transfer, "done", ACCOUNT)
+    assert desk.counted("kv_transfer_failures_total") == {}
+    assert desk.counted("request_success_total") == {"length": 1}
 
 
 async def test_f18_another_routers_cancel_ends_nothing(desk: Desk) -> None:
