@@ -14,11 +14,14 @@ from typing import TypeAlias
 import grpc
 
 from foundation.ids import NodeId
+from foundation.log import get_logger
 from kv_transfer.control_stream import GRPC_OPTIONS, METHOD, WELCOME, ControlStream
 from kv_transfer.protocol.events import MessageReceived, StreamLost, StreamOpened
 from kv_transfer.protocol.messages import Envelope
 from kv_transfer.pump import watched
 from kv_transfer.wire import WireRefusal, read_envelope, write_envelope
+
+log = get_logger()
 
 SHORTEST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
@@ -92,6 +95,7 @@ class ControlClient:
             self._emit(StreamLost(peer, "unreachable"))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         if not dialled.closing:
+            log.warning("control stream ended", peer=peer, reason=reason)
             del self._dialled[peer]
             self._emit(StreamLost(peer, reason))
 

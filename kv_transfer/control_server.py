@@ -13,10 +13,13 @@ from typing import TypeAlias
 import grpc
 
 from foundation.ids import NodeId
+from foundation.log import get_logger
 from kv_transfer.control_stream import FAREWELL_S, SERVICE, WELCOME, ControlStream
 from kv_transfer.protocol.events import StreamLost, StreamOpened
 from kv_transfer.protocol.messages import Envelope, Hello
 from kv_transfer.wire import WireRefusal, read_envelope, write_envelope
+
+log = get_logger()
 
 STREAM_LIMIT = 256
 """Decode nodes at once; beyond it a stream is refused with RESOURCE_EXHAUSTED."""
@@ -98,6 +101,7 @@ class ControlServer:
             reason = await stream.run()
         finally:
             if self._streams.get(peer) is stream:
+                log.warning("control stream ended", peer=peer, reason=reason)
                 del self._streams[peer]
                 self._emit(StreamLost(peer, reason))
 

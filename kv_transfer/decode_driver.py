@@ -232,7 +232,7 @@ class DecodeDriver:
                     self._pump.emit(on.Landed(peer, session, credit))
             case ReceiveCancelled():
                 self._pump.emit(on.ReceiveCancelled(peer, session, credit))
-            case ReceiveFailed(reason=reason) if reason == "truncated":
+            case ReceiveFailed(reason="message_truncated"):
                 self._pump.emit(on.ReceiveFailed(peer, session, credit, "bad_length"))
             case ReceiveFailed(reason=reason):
                 self._sessions.broken(session, reason)

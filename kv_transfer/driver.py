@@ -150,7 +150,7 @@ class TransferObserver(Protocol):
     def parcel(self, stage: ParcelStage, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None: ...
 
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
-        """Measured at pairing; `peer` reports the other direction."""
+        """Measured at pairing; a lane named `.../to_peer` is the other direction, as the peer reports it."""
 
     def dropped(self, peer: NodeId, reason: str) -> None:
         """Something late, repeated or foreign changed nothing."""

@@ -4,6 +4,8 @@ A real process takes them from the environment variable DECANT_TEST_FAULTS, and 
 given. The text is `name=value` pairs, separated by commas; values count a transfer's parcels from 0:
 
     flip_byte_of_parcel=3     P flips one payload byte of parcel 3 just before it leaves, once
+    shorten_parcel=3          P sends that parcel without its last 8 bytes, once
+    stretch_parcel=3          P sends that parcel with 8 bytes more, once
     hold_sends_from=3         P never sends parcel 3 or any after it
     hold_landed_from=3        D never notices that parcel 3 or any after it has landed
     stop_before_send=3        P stops itself (SIGSTOP) just before parcel 3 would leave, once; woken, it sends it
@@ -19,6 +21,8 @@ import os
 import signal
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from foundation.errors import ConfigurationError
 from kv_transfer.transport.base import Bytes
 
@@ -31,14 +35,16 @@ class Faults:
     """None: this fault is off. A test may switch faults while the driver runs."""
 
     flip_byte_of_parcel: int | None = None
+    shorten_parcel: int | None = None
+    stretch_parcel: int | None = None
     hold_sends_from: int | None = None
     hold_landed_from: int | None = None
     stop_before_send: int | None = None
     kill_before_send: int | None = None
     kill_after_landed: int | None = None
 
-    def before_send(self, parcel_index: int, message: Bytes) -> bool:
-        """False when this parcel must not leave."""
+    def before_send(self, parcel_index: int, message: Bytes) -> Bytes | None:
+        """What leaves instead of this message; None when nothing must."""
         if self.stop_before_send == parcel_index:
             self.stop_before_send = None
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -47,7 +53,15 @@ class Faults:
         if self.flip_byte_of_parcel == parcel_index:
             self.flip_byte_of_parcel = None
             message[len(message) // 3] ^= 0x10
-        return self.hold_sends_from is None or parcel_index < self.hold_sends_from
+        if self.hold_sends_from is not None and parcel_index >= self.hold_sends_from:
+            return None
+        if self.shorten_parcel == parcel_index:
+            self.shorten_parcel = None
+            return message[:-8]
+        if self.stretch_parcel == parcel_index:
+            self.stretch_parcel = None
+            return np.concatenate([message, np.zeros(8, np.uint8)])
+        return message
 
     def after_landed(self, parcel_index: int, parcels_landed: int) -> bool:
         """False when D must not notice."""

@@ -303,10 +303,11 @@ class PrefillDriver:
             return
         gathered = self._gathered[effect.slot]
         message = self._arena.message(effect.slot, effect.length - TRAILER_BYTES)
-        if not self._faults.before_send(gathered.parcel_index, message):
+        leaving = self._faults.before_send(gathered.parcel_index, message)
+        if leaving is None:
             return
         try:
-            data.send(credit_tag(effect.nonce, effect.credit), message, partial(self._was_sent, gathered, effect))
+            data.send(credit_tag(effect.nonce, effect.credit), leaving, partial(self._was_sent, gathered, effect))
         except TransportError as error:
             self._pump.emit(on.SendRefused(effect.slot, error.reason))
 

@@ -311,6 +311,7 @@ class Pair:
     near: Transport
     far: Transport
     data_address: str
+    open_transport: Callable[[], Transport]
     numbers: Any = field(default_factory=lambda: count(1))
 
     def begin(self, tokens: Sequence[int], ticket: bytes | None = None, try_number: int = 1) -> TransferId:
@@ -405,8 +406,8 @@ async def driver_pair(
     decode_faults: Faults | None = None,
     prefill_faults: Faults | None = None,
 ) -> AsyncIterator[Pair]:
-    network = None if ucx else MemoryNetwork(lane)
-    near, far = (use_ucx(), use_ucx()) if network is None else (network.transport(), network.transport())
+    open_transport = use_ucx if ucx else MemoryNetwork(lane).transport
+    near, far = open_transport(), open_transport()
     data_address = await far.listen("127.0.0.1", 0)
     decode_identity = NodeIdentity(NodeId("d0"), Incarnation(secrets.randbits(64)), decode_fingerprint, 0.5)
     prefill_identity = NodeIdentity(NodeId("p0"), Incarnation(secrets.randbits(64)), FINGERPRINT, 0.5)
@@ -429,7 +430,7 @@ async def driver_pair(
     try:
         yield Pair(
             decode, prefill, decode_engine, prefill_engine, decode_watcher, prefill_watcher, proxy, decode_identity,
-            prefill_identity, near, far, data_address,
+            prefill_identity, near, far, data_address, open_transport,
         )  # fmt: skip
     finally:
         await decode.close()
@@ -440,3 +441,24 @@ async def driver_pair(
         await far.close()
         for task in prefill_engine.tasks.values():
             task.cancel()
+
+
+@asynccontextmanager
+async def another_decode_node(pair: Pair, name: str, target: KvLayout = WHOLE) -> AsyncIterator[Pair]:
+    """A second decode node with a pool of its own, paired with the same prefill node."""
+    near, watcher = pair.open_transport(), Watcher()
+    identity = NodeIdentity(NodeId(name), Incarnation(secrets.randbits(64)), FINGERPRINT, 0.5)
+    engine = FakeDecodeEngine(make_pool(target, 3))
+    engine.driver = DecodeDriver(identity, engine.pool, LIMITS, near, engine, lambda: EngineProgress(0, False), watcher)
+    try:
+        yield replace(
+            pair,
+            decode=engine.driver,
+            decode_engine=engine,
+            decode_watcher=watcher,
+            decode_identity=identity,
+            near=near,
+        )
+    finally:
+        await engine.driver.close()
+        await near.close()

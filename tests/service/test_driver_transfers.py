@@ -11,7 +11,7 @@ from typing import Literal
 
 import grpc
 import pytest
-from driver_pair import FINGERPRINT, LIMITS, MASTER, THREE_SHARDS, WHOLE, Pair, driver_pair, until
+from driver_pair import FINGERPRINT, LIMITS, MASTER, THREE_SHARDS, WHOLE, Pair, another_decode_node, driver_pair, until
 
 from foundation.ids import AttemptId, Incarnation, NodeId, TransferId
 from foundation.kv_layout import KvLayout
@@ -85,6 +85,22 @@ async def test_many_transfers_at_once_stay_apart(pairing: Pairing) -> None:
             assert (await pair.outcome(transfer))[0] == "committed"
             pair.check_landed(transfer, tokens, len(tokens))
         await pair.at_rest()
+
+
+async def test_two_decode_nodes_share_a_prefill_node_and_one_that_closes_harms_not_the_other(pairing: Pairing) -> None:
+    limits = replace(LIMITS, slot_bytes=4 << 10)
+    async with pairing(limits=limits) as first:
+        first.prefill_engine.hold_at = 128
+        kept = first.begin(TOKENS)
+        async with another_decode_node(first, "d1", target=THREE_SHARDS) as second:
+            lost = second.begin(TOKENS[::-1])
+            await until(lambda: first.decode_watcher.payload("scattered", kept) > 0)
+            await until(lambda: second.decode_watcher.payload("scattered", lost) > 0)
+        assert second.decode_engine.outcomes[lost][0] == "closing"
+        first.prefill_engine.hold_at = None
+        assert (await first.outcome(kept))[0] == "committed"
+        first.check_landed(kept, TOKENS, len(TOKENS))
+        await first.at_rest()
 
 
 async def test_parcels_leave_while_later_chunks_are_not_yet_computed(pairing: Pairing) -> None:
@@ -233,6 +249,7 @@ async def test_f07_a_control_stream_that_loses_one_direction_ends_in_time_and_re
         pair.check_landed(transfer, TOKENS, account.verified_positions)
         pair.proxy.heal()
         pair.prefill_engine.hold_at = None
+        await until(lambda: not pair.decode.side.peers and not pair.prefill.side.peers)
         again = pair.begin(TOKENS)
         assert (await pair.outcome(again))[0] == "committed"
         pair.check_landed(again, TOKENS, len(TOKENS))
