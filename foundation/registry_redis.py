@@ -8,11 +8,14 @@ Must not know: gRPC, what a node does.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
 import redis.asyncio
 import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from foundation.ids import Incarnation, NodeId
 from foundation.registry_entry import KEY_PREFIX, NodeEntry, decode, encode, node_key
@@ -39,8 +42,12 @@ class RedisRegistry:
     def __init__(self, url: str, timeout_s: float = 2.0) -> None:
         """`url` as in redis-py: redis://[[user]:password@]host[:port][/db], rediss:// or unix://. ValueError if it is none."""
         self._client: Any = redis.asyncio.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),  # callers come again by themselves; one call ends in time
         )
+        self._timeout_s = timeout_s
 
     async def announce(self, entry: NodeEntry, lease_s: float) -> None:
         await self._answer(self._client.set(node_key(entry.node_id), encode(entry), px=max(1, round(lease_s * 1000))))
@@ -71,6 +78,7 @@ class RedisRegistry:
 
     async def _answer(self, call: Awaitable[Any]) -> Any:
         try:
-            return await call
+            async with asyncio.timeout(self._timeout_s):
+                return await call
         except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
             raise RegistryUnavailable(f"{type(error).__name__}: {error}") from error

@@ -7,6 +7,7 @@ SIGINT drain: readiness goes 503 at once, new requests are refused, those in fli
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import signal
 import socket
@@ -65,6 +66,8 @@ async def _serve_until_signalled(
         loop.add_signal_handler(number, stop.set)
     router = Router(options, keys, text)
     await router.start(listener)
+    gc.collect()
+    gc.freeze()  # what has been loaded stays: collections need not look at it again
     log.info("router ready", http=f"{options.host}:{options.http_port}", grpc=f"{options.host}:{options.grpc_port}")
     await stop.wait()
     await router.drain(options.drain_grace_s)

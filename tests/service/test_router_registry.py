@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -143,10 +144,19 @@ async def test_f17_garbage_in_redis_is_skipped(redis_url: str) -> None:
 
 @pytest.mark.redis
 async def test_a_redis_that_is_not_there_is_named_within_its_timeout() -> None:
-    registry = RedisRegistry(f"redis://127.0.0.1:{free_port()}", timeout_s=0.5)
-    with pytest.raises(RegistryUnavailable):
-        await registry.entries()
-    await registry.close()
+    nobody = RedisRegistry(f"redis://127.0.0.1:{free_port()}", timeout_s=0.5)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()  # takes connections and says nothing
+        mute = RedisRegistry(f"redis://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.5)
+        for registry in (nobody, mute):
+            began_s = time.monotonic()
+            with pytest.raises(RegistryUnavailable):
+                await registry.entries()
+            with pytest.raises(RegistryUnavailable):
+                await registry.announce(entry("a"), LONG_LEASE_S)
+            assert time.monotonic() - began_s < 2 * 0.5 + 1.0
+            await registry.close()
 
 
 async def test_wrong_announcements_are_refused_by_field() -> None:
