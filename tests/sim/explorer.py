@@ -18,15 +18,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+from transfer_actions import apply
+from transfer_invariants import check
 from transfer_world import (
     Action,
     Budget,
     Plan,
     World,
     actions,
-    apply,
     at_rest,
-    check,
     is_progress,
     new_world,
     transfer,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-import transfer_world
+import transfer_actions
 from explorer import WORLDS, Found, explore
 from transfer_world import Budget, Content, Plan, transfer
 
@@ -170,11 +170,11 @@ MUTANTS = (
         (SENDER_WRITES, Budget(crash_p=1)),
         ((decode_pair, "right_incarnations", _always), (prefill_pair, "right_incarnations", _always)),
     ),
-    Mutant("the digest is not looked at", WORLDS["corrupt"], ((transfer_world, "scatter_refusal", _no_refusal),)),
+    Mutant("the digest is not looked at", WORLDS["corrupt"], ((transfer_actions, "scatter_refusal", _no_refusal),)),
     Mutant(
         "the digest's seed has no positions",
         WORLDS["corrupt"],
-        ((transfer_world, "scatter_refusal", _refusal_without_position),),
+        ((transfer_actions, "scatter_refusal", _refusal_without_position),),
     ),
     Mutant("commit by count", WORLDS["quiet"], ((decode_turn, "verdict", _commit_by_count),)),
     Mutant("commit before the device is done", WORLDS["quiet"], ((decode_side, "_landed", _verified_when_landed),)),

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from explorer import WORLDS
-from transfer_world import D, P, World, actions, apply, new_world, transfer
+from transfer_actions import apply
+from transfer_world import D, P, World, actions, new_world, transfer
 
 from foundation.ids import CreditNumber, Incarnation, SessionNonce, TransferId
 from kv_transfer.protocol import decode_side, events, messages, prefill_side
@@ -32,7 +33,7 @@ def samples() -> tuple[World, ...]:
     """One world for each pair of states of the two halves of a transfer."""
     found: dict[tuple[str, str], World] = {}
     for plan, budget in (WORLDS["abort"], WORLDS["prefill fails"]):
-        frontier, seen = [new_world(plan, budget)], set()
+        frontier, seen = [new_world(plan, budget)], set[int]()
         while frontier and len(seen) < STATES_LIMIT:
             world = frontier.pop(0)
             for action in actions(world):
@@ -204,7 +205,7 @@ def test_a_posted_slot_is_free_only_by_its_own_completion_by_being_unused_or_by_
 
 def test_terminal_states_have_no_way_out_and_all_others_have_one() -> None:
     for table, terminal in ((DECODE_TRANSITIONS, DecodeState.CLOSED), (PREFILL_TRANSITIONS, PrefillState.RELEASED)):
-        leaving = {state for (state, _), target in table.items() if target is not state}  # type: ignore[attr-defined]
+        leaving = {state for (state, _), target in table.items() if target is not state}
         assert leaving == set(type(terminal)) - {terminal}
 
 

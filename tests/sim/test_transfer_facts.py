@@ -7,22 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transfer_world import (
-    Action,
-    Budget,
-    D,
-    P,
-    Plan,
-    World,
-    actions,
-    apply,
-    at_rest,
-    check,
-    is_progress,
-    new_world,
-    run_quietly,
-    transfer,
-)
+from transfer_actions import apply, run_quietly
+from transfer_invariants import check
+from transfer_world import Action, Budget, D, P, Plan, World, actions, at_rest, is_progress, new_world, transfer
 
 from foundation.ids import CreditNumber, Incarnation, NodeId, SessionNonce, SlotIndex, TransferId
 from kv_transfer.port import BeginTransfer
@@ -204,8 +191,8 @@ def test_f16_an_unlike_p_is_refused_naming_the_field_and_d_ends_its_transfers_wi
     unlike = replace(world.p.local.hello, fingerprint=replace(world.p.local.hello.fingerprint, rope="other"))
     world = replace(world, p=replace(world.p, local=replace(world.p.local, hello=unlike)))
     assert world.p is not None
-    _, effects = prefill_side.handle(world.p, MessageReceived(D, world.to_p[0]))
-    [refusal] = sent(effects, HelloRefused)
+    _, answers = prefill_side.handle(world.p, MessageReceived(D, world.to_p[0]))
+    [refusal] = sent(answers, HelloRefused)
     assert refusal.reason == "rope: 'other' here, 'r' there"
 
     assert world.d is not None
@@ -380,7 +367,8 @@ LIMITS = Limits()
 
 
 def looks(side: DecodeSide, times_s: list[float], change: Callable[[DecodeSide, int], DecodeSide]) -> list[Any]:
-    watch, passed = Watch(), []
+    watch = Watch()
+    passed: list[Any] = []
     for index, now_s in enumerate(times_s):
         side = change(side, index)
         watch, events_now = watch.look(decode_waits(side, LIMITS), now_s)
@@ -436,7 +424,8 @@ def test_f02_no_progress_ends_the_transfer_and_only_that() -> None:
 def test_a_lease_that_is_not_renewed_ends_the_transfer_on_p() -> None:
     side = ready_world().p
     assert side is not None
-    watch, passed = Watch(), []
+    watch = Watch()
+    passed: list[Any] = []
     for second in SECONDS:
         side, _ = p_hears(side, messages.Heartbeat(int(second), True, (R,) if second < 5 else ()))
         watch, events_now = watch.look(prefill_waits(side, LIMITS), second + 10.0)

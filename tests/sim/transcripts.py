@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from transfer_actions import apply
+from transfer_invariants import check
 from transfer_world import (
     Action,
     Budget,
@@ -29,9 +31,7 @@ from transfer_world import (
     Receive,
     World,
     actions,
-    apply,
     at_rest,
-    check,
     is_progress,
     new_world,
     transfer,
