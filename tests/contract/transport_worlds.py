@@ -128,7 +128,7 @@ class UcxWorld:
 
     def __init__(self, lanes: str, lane_names: frozenset[str]) -> None:
         self.lane_names = lane_names
-        self.large_bytes = 256 << 20
+        self.large_bytes = 128 << 20
         self._lanes = lanes
         os.environ.update(ucx_environment(lanes))
         self.near: Transport = UcxTransport()
