@@ -41,7 +41,7 @@ class DecodeRole:
         self._driver: DecodeDriver | None = None
 
     async def start(self) -> None:
-        self._transport = open_transport()
+        self._transport = open_transport(data_ports=f"{self._options.data_port}-{self._options.data_port}")
         self._driver = DecodeDriver(
             node_identity(self._parts),
             kv_pool(self._parts),

@@ -80,7 +80,7 @@ class Announcer:
     def __init__(self, registry: Registry, entry: NodeEntry) -> None:
         self._registry = registry
         self._entry = entry
-        self._announced = False
+        self._announced: bool | None = None
 
     async def run(self) -> None:
         """Runs until cancelled. Losing and finding the registry are logged once each."""
@@ -88,8 +88,8 @@ class Announcer:
             try:
                 await self._registry.announce(self._entry, LEASE_S)
             except RegistryUnavailable as error:
-                if self._announced:
-                    log.warning("registry lost", problem=str(error))
+                if self._announced is not False:
+                    log.warning("no registry answers", problem=str(error))
                 self._announced = False
             else:
                 if not self._announced:
@@ -101,7 +101,7 @@ class Announcer:
         try:
             await self._registry.withdraw(self._entry)
         except RegistryUnavailable as error:
-            log.warning("registry lost", problem=str(error))
+            log.warning("no registry answers", problem=str(error))
 
     async def close(self) -> None:
         await self._registry.close()

@@ -7,6 +7,8 @@ Must not know: roles.
 
 from __future__ import annotations
 
+import os
+
 from engine.port import EngineStatus
 from foundation.errors import ConfigurationError
 from foundation.log import get_logger
@@ -56,9 +58,12 @@ def faults_wanted(options: NodeOptions) -> Faults:
     return faults_of_process(options.enable_test_faults)
 
 
-def open_transport() -> Transport:
-    """The UCX data plane. Raises ConfigurationError when UCX cannot start with its environment."""
-    applied = apply_ucx_environment(ucx_environment(DEFAULT_LANES))
+def open_transport(data_ports: str | None = None) -> Transport:
+    """The UCX data plane. `data_ports`: `first-last`, where UCX's own TCP connections may arrive; None leaves it to UCX.
+
+    Raises ConfigurationError when UCX cannot start with its environment.
+    """
+    applied = apply_ucx_environment(ucx_environment(os.environ.get("UCX_TLS", DEFAULT_LANES), tcp_ports=data_ports))
     log.info("ucx environment", set_here=applied.set_here, kept=applied.kept)
     from kv_transfer.transport.ucx import UcxTransport
 
