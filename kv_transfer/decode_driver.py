@@ -173,9 +173,7 @@ class DecodeDriver:
             case do.Send(peer=peer, envelope=envelope):
                 self._streams.send(peer, envelope)
             case do.OpenLane(peer=peer, session=session, data_address=address):
-                hello = self._side.peers[peer].hello
-                assert hello is not None, f"a lane to {peer} before its Hello"
-                self._landings.open(peer, session, address, min(self._limits.slot_bytes, hello.slot_bytes))
+                self._open_lane(peer, session, address)
             case do.CloseSession(peer=peer, session=session):
                 self._sessions.close(peer, session)
             case do.ReleaseArena(session=session):
@@ -214,6 +212,15 @@ class DecodeDriver:
             seconds=self._loop.time() - inbound.begun_s,
             lane=inbound.lane,
         )
+
+    def _open_lane(self, peer: NodeId, session: int, data_address: str) -> None:
+        hello = self._side.peers[peer].hello
+        assert hello is not None, f"a lane to {peer} before its Hello"
+        slot_bytes = min(self._limits.slot_bytes, hello.slot_bytes)
+        if slot_bytes < 2 * self._side.local.layout.head_bytes:
+            self._pump.emit(on.LaneFailed(peer, session, "slot_bytes_too_small"))
+            return
+        self._landings.open(peer, session, data_address, slot_bytes)
 
     # Parcels.
 

@@ -78,10 +78,12 @@ class Pump(Generic[Event, Effect]):
             self.failure.cancel()
 
     def fail(self, error: BaseException) -> None:
-        """A bug: the core's state can no longer be trusted, so it takes no further event, and the node must end."""
+        """A bug: the core's state can no longer be trusted, so it takes no further event, and the node must end. The error is
+        raised again from a callback of its own, so that the loop's exception handler hears of it wherever it struck."""
         log.critical("transfers failed", exc_info=error)
         if not self.failure.done():
             self.failure.set_exception(error)
+            self._loop.call_soon(self.failure.result)
         self.close()
 
     def fail_with(self, work: asyncio.Future[Any]) -> None:
