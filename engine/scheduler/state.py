@@ -88,8 +88,7 @@ def name_blocks(state: State, request: Request, named: int, computed: int) -> No
     full = computed // state.config.block_size
     extend_chain(request.chain, request.history, state.config.block_size, full)
     for index in range(named, full):
-        if request.blocks[index] not in state.pool.index:
-            state.pool.index.insert(request.chain[index], request.blocks[index])
+        state.pool.index.insert(request.chain[index], request.blocks[index])
 
 
 def give_blocks_back(state: State, request: Request) -> None:
