@@ -275,7 +275,7 @@ class _Ongoing:
             prefill_choices=fleet.prefill_choices(placement, attempt, generation.prompt, settled),
             local_reason=placement.local_reason,
         )
-        self._metrics.request_attempts_total.count(self._attempt_reason())
+        self._metrics.request_attempts_total.count(effect.why.value)
         log.debug("attempt begins", request=generation.request_id, attempt=effect.attempt, node=effect.node)
         link = fleet.link(effect.node)
         if link is None or not link.send(node_pb2.RouterMessage(submit=submit)):
@@ -345,11 +345,6 @@ class _Ongoing:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
-
-    def _attempt_reason(self) -> str:
-        if not self.journey.lost:
-            return "first"
-        return "node_lost" if self.journey.lost[-1][1].startswith(("node_", "stream_")) else "node_refused"
 
     def _remaining_ms(self) -> int:
         spent_s = self._dispatcher._now() - self._began_s

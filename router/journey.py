@@ -38,6 +38,14 @@ class Ending(Enum):
     FAILED = "failed"
 
 
+class AttemptReason(Enum):
+    """Why an attempt is made."""
+
+    FIRST = "first"
+    NODE_LOST = "node_lost"
+    NODE_REFUSED = "node_refused"
+
+
 class PositionedToken(Protocol):
     """A token as it comes from a node; `position` counts from the first token of the prompt."""
 
@@ -121,6 +129,7 @@ class Begin:
 
     attempt: int
     node: NodeId
+    why: AttemptReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +193,7 @@ class Journey:
     """Nodes that lost an attempt, each with the reason, in order."""
     waiting_reason: str = ""
     """Why the request has no node now."""
+    next_attempt: AttemptReason = AttemptReason.FIRST
 
     def begin(self) -> list[Effect]:
         assert self.state is State.PLACING
@@ -204,7 +214,7 @@ class Journey:
         self.node = event.node
         self.waiting_reason = ""
         self.state = State.RUNNING
-        return [Begin(self.attempt, event.node)]
+        return [Begin(self.attempt, event.node, self.next_attempt)]
 
     def _no_place(self, event: NoPlace) -> list[Effect]:
         self.waiting_reason = event.reason
@@ -259,7 +269,7 @@ class Journey:
         if (self.node, reason) in self.lost:
             # There was nowhere else to go, and asking the same node once more changes nothing.
             return self._fail(reason, retryable=True)
-        return self._attempt_lost(reason)
+        return self._attempt_lost(reason, AttemptReason.NODE_REFUSED)
 
     def _lost(self, event: AttemptLost) -> list[Effect]:
         if event.attempt != self.attempt:
@@ -267,8 +277,9 @@ class Journey:
         # The node may live on behind a cut, or be only slow: where it can be told, it is.
         return self._cancel_attempt(event.reason) + self._attempt_lost(event.reason)
 
-    def _attempt_lost(self, reason: str) -> list[Effect]:
+    def _attempt_lost(self, reason: str, why: AttemptReason = AttemptReason.NODE_LOST) -> list[Effect]:
         assert self.node is not None
+        self.next_attempt = why
         self.lost.append((self.node, reason))
         self.node = None
         if len(self.log) >= self.max_tokens:

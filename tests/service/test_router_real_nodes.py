@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -14,74 +13,93 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from router_under_test import RouterUnderTest, free_port, router_with, until
 
 from engine.model.toy import write_toy_folder
 from foundation.ids import NodeId
 from foundation.keys import write_key_file
 
-pytestmark = [pytest.mark.sockets, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sockets, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+
+NAMES = ("prefill-0", "decode-0", "decode-1")
+MOVED = 'decant_request_attempts_total{reason="node_lost"}'
 
 START_LIMIT_S = 90.0
 STREAMS = 6
-ANSWER_TOKENS = 400
+ANSWER_TOKENS = 200
 TOKENS_BEFORE_THE_KILL = 10
+
+
+@dataclass
+class NodeProcess:
+    """One node that may be killed and started again under its own address."""
+
+    command: list[str]
+    log: Path
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    async def ended(self) -> int:
+        assert self.process is not None
+        return await asyncio.wait_for(self.process.wait(), 30)
+
+    async def close(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
 
 
 @dataclass
 class Cluster:
     router: RouterUnderTest
-    processes: dict[str, asyncio.subprocess.Process]
+    nodes: dict[str, NodeProcess]
 
-    async def kill(self, node_id: str) -> None:
-        process = self.processes[node_id]
-        process.send_signal(signal.SIGKILL)
-        assert await process.wait() == -signal.SIGKILL
+    async def all_usable(self) -> None:
+        await until(lambda: _usable(self.router) == len(self.nodes), START_LIMIT_S)
 
 
-@asynccontextmanager
-async def cluster(tmp_path: Path, prefill: int, decode: int) -> AsyncIterator[Cluster]:
-    folder, key_file = write_toy_folder(tmp_path / "toy"), tmp_path / "keys"
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """One prefill and two decode nodes."""
+    folder_of_all = tmp_path_factory.mktemp("cluster")
+    folder, key_file = write_toy_folder(folder_of_all / "toy"), folder_of_all / "keys"
     async with router_with(folder, wait_ready=False, silence_limit_s=2.0, heartbeat_s=0.5) as router:
         write_key_file(key_file, router.keys)
-        processes: dict[str, asyncio.subprocess.Process] = {}
+        nodes = {
+            name: NodeProcess(_command(name, folder, key_file, router.grpc_address), folder_of_all / f"{name}.log")
+            for name in NAMES
+        }
         try:
-            for role, count in (("prefill", prefill), ("decode", decode)):
-                for index in range(count):
-                    node_id = f"{role}-{index}"
-                    processes[node_id] = await _start(role, node_id, folder, key_file, router.grpc_address, tmp_path)
-            fleet = router.router.fleet
-            await until(lambda: _usable(router) == len(processes), START_LIMIT_S)
-            assert not fleet.not_ready_reasons()
-            yield Cluster(router, processes)
+            await asyncio.gather(*(node.start() for node in nodes.values()))
+            found = Cluster(router, nodes)
+            await found.all_usable()
+            yield found
         finally:
-            for process in processes.values():
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            await asyncio.gather(*(node.close() for node in nodes.values()))
 
 
 def _usable(router: RouterUnderTest) -> int:
-    names = [NodeId(f"{role}-{index}") for role in ("prefill", "decode") for index in range(4)]
-    links = [router.router.fleet.link(name) for name in names]
+    links = [router.router.fleet.link(NodeId(name)) for name in NAMES]
     return sum(link is not None and link.usable for link in links)
 
 
-async def _start(
-    role: str, node_id: str, folder: Path, key_file: Path, registry: str, logs: Path
-) -> asyncio.subprocess.Process:
-    ports = {f"--{kind}-port": free_port() for kind in ("control", "data", "http")}
-    settings = {"--model": folder, "--node-id": node_id, "--key-file": key_file, "--registry": registry, **ports}
-    # Small steps, so that an answer takes long enough to be interrupted.
+def _command(name: str, folder: Path, key_file: Path, registry: str) -> list[str]:
+    settings: dict[str, object] = {f"--{kind}-port": free_port() for kind in ("control", "data", "http")}
+    settings |= {"--model": folder, "--node-id": name, "--key-file": key_file, "--registry": registry}
     settings |= {"--kv-cache-memory-bytes": "64MiB", "--staging-bytes": "8MiB", "--slot-bytes": "64KiB"}
-    arguments = [f"{name}={value}" for name, value in settings.items()]
-    with (logs / f"{node_id}.log").open("wb") as log:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "decant", role, *arguments),
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    settings |= {"--drain-grace-s": 0.2}
+    role = name.split("-")[0]
+    return [sys.executable, "-m", "decant", role, *(f"{option}={value}" for option, value in settings.items())]
 
 
 async def answer(router: RouterUnderTest, index: int, begun: asyncio.Queue[int] | None = None) -> str:
@@ -112,21 +130,49 @@ async def answers(router: RouterUnderTest, begun: asyncio.Queue[int] | None = No
     return await asyncio.gather(*(answer(router, index, begun) for index in range(STREAMS)))
 
 
-async def test_f05_sigkill_of_a_decode_node_in_mid_stream_changes_no_token(tmp_path: Path) -> None:
-    async with cluster(tmp_path, prefill=1, decode=2) as nodes:
-        unharmed = await answers(nodes.router)
-        begun: asyncio.Queue[int] = asyncio.Queue()
-        running = asyncio.ensure_future(answers(nodes.router, begun))
-        for _ in range(STREAMS):
-            await asyncio.wait_for(begun.get(), 30)
-        fleet = nodes.router.router.fleet
-        victim = fleet.link(NodeId("decode-0"))
-        assert victim is not None
-        cut_off = len(victim.attempts)
-        assert cut_off, "the node serves some of the streams when it is killed"
-        await nodes.kill("decode-0")
-        assert await running == unharmed
-        moved = await nodes.router.metric('decant_request_attempts_total{reason="node_lost"}')
-        assert moved >= 1
-        assert moved <= cut_off
-        assert await answers(nodes.router) == unharmed
+@asynccontextmanager
+async def interrupted(cluster: Cluster, victim: str) -> AsyncIterator[None]:
+    """Answers are under way, some of them on the victim, while the body harms it; afterwards they equal the unharmed run."""
+    router = cluster.router
+    unharmed = await answers(router)
+    moved_before = await router.metric(MOVED)
+    begun: asyncio.Queue[int] = asyncio.Queue()
+    running = asyncio.ensure_future(answers(router, begun))
+    for _ in range(STREAMS):
+        await asyncio.wait_for(begun.get(), 30)
+    link = router.router.fleet.link(NodeId(victim))
+    assert link is not None
+    cut_off = len(link.attempts)
+    assert cut_off, "the victim serves some of the streams"
+    yield
+    assert await running == unharmed
+    moved = await router.metric(MOVED) - moved_before
+    assert 1 <= moved <= cut_off
+
+
+async def test_f36_a_decode_node_that_is_stopped_and_goes_on_later_changes_no_token(cluster: Cluster) -> None:
+    node = cluster.nodes["decode-0"]
+    try:
+        async with interrupted(cluster, "decode-0"):
+            node.signal(signal.SIGSTOP)
+    finally:
+        node.signal(signal.SIGCONT)
+    await cluster.all_usable()
+    assert await answers(cluster.router)
+
+
+async def test_f23_a_decode_node_whose_grace_ends_in_mid_stream_changes_no_token(cluster: Cluster) -> None:
+    node = cluster.nodes["decode-0"]
+    async with interrupted(cluster, "decode-0"):
+        node.signal(signal.SIGTERM)
+    await node.ended()
+    await node.start()
+    await cluster.all_usable()
+
+
+async def test_f05_sigkill_of_a_decode_node_in_mid_stream_changes_no_token(cluster: Cluster) -> None:
+    node = cluster.nodes["decode-1"]
+    async with interrupted(cluster, "decode-1"):
+        node.signal(signal.SIGKILL)
+        assert await node.ended() == -signal.SIGKILL
+    assert await answers(cluster.router)

@@ -13,6 +13,7 @@ from foundation.ids import NodeId, RequestId
 from router.journey import (
     TRANSITIONS,
     AttemptLost,
+    AttemptReason,
     Begin,
     CancelAttempt,
     ClientLeft,
@@ -52,7 +53,7 @@ def tokens(first: int, *ids: int) -> tuple[Token, ...]:
 def running(node: NodeId = D0, max_tokens: int = 100, most_attempts: int = 5) -> Journey:
     journey = Journey(RequestId("r"), PROMPT, max_tokens, most_attempts)
     assert journey.begin() == [Place(frozenset())]
-    assert journey.handle(Placed(node)) == [Begin(1, node)]
+    assert journey.handle(Placed(node)) == [Begin(1, node, AttemptReason.FIRST)]
     return journey
 
 
@@ -116,7 +117,7 @@ def test_a_lost_node_leads_to_a_new_attempt_elsewhere_with_the_log_kept() -> Non
     journey.handle(Output(1, tokens(0, 4, 5)))
     effects = journey.handle(AttemptLost(1, "node_silent"))
     assert effects == [CancelAttempt(1, D0, "node_silent"), Place(frozenset({D0}))]
-    assert journey.handle(Placed(D1)) == [Begin(2, D1)]
+    assert journey.handle(Placed(D1)) == [Begin(2, D1, AttemptReason.NODE_LOST)]
     assert journey.handle(Output(2, tokens(2, 6))) == [Deliver(tokens(2, 6))]
     assert journey.log == [4, 5, 6]
 
@@ -158,7 +159,7 @@ def test_a_node_that_refuses_twice_for_the_same_reason_is_not_asked_again() -> N
         return Output(attempt, ending=Ending.FAILED, failure="overloaded", retryable=True)
 
     assert journey.handle(refusal(1)) == [Place(frozenset({D0}))]
-    journey.handle(Placed(D0))
+    assert journey.handle(Placed(D0)) == [Begin(2, D0, AttemptReason.NODE_REFUSED)]
     assert journey.handle(refusal(2)) == [Fail("overloaded", retryable=True)]
 
 
@@ -211,7 +212,7 @@ def test_no_order_of_losses_repeats_and_late_messages_loses_or_repeats_a_token(d
                     delivered.extend(token.token_id for token in new)
                 case Place():
                     carry_out(journey.handle(Placed(NodeId(f"d{journey.attempt}"))))
-                case Begin(attempt, _):
+                case Begin(attempt, _, _):
                     settled_at[attempt] = len(journey.log)
                 case _:
                     pass
