@@ -110,8 +110,10 @@ class Arena:
 
     def may_grant(self, length: int) -> bool:
         """One credit more, of this length: a slot is free and what is in flight stays within what the link can carry."""
+        if self.free_slots == 0:
+            return False
         in_flight = sum(slot.length for slot in self.slots if slot.state is SlotState.POSTED)
-        return self.free_slots > 0 and (in_flight == 0 or in_flight + length <= self.granted_bytes_limit)
+        return in_flight == 0 or in_flight + length <= self.granted_bytes_limit
 
     def grant(self, transfer: TransferId, parcel_index: int, length: int) -> tuple[Arena, SlotIndex, CreditNumber]:
         index = next(index for index, slot in enumerate(self.slots) if slot.state is SlotState.FREE)

@@ -150,6 +150,8 @@ class DecodeTurn:
             (transfer for transfer in self.transfers.values() if _wants_credits(transfer, peer.session)),
             key=lambda transfer: transfer.turn,
         )
+        if not waiting:
+            return
         fresh: dict[TransferId, list[Credit]] = {transfer.id: [] for transfer in waiting}
         for transfer, parcel_index, ahead in _grant_order(waiting):
             credit = self._grant_one(transfer, parcel_index, ahead)
@@ -214,17 +216,14 @@ def _wants_credits(transfer: DecodeTransfer, session: int) -> bool:
 
 
 def _grant_order(waiting: list[DecodeTransfer]) -> Iterator[tuple[DecodeTransfer, int, bool]]:
-    """(transfer, parcel index, whether P has yet to compute it), a transfer's own always in parcel order."""
-    computed = [_computed_parcels(transfer) for transfer in waiting]
-    for transfer, end in zip(waiting, computed, strict=True):
-        yield from ((transfer, index, False) for index in range(transfer.granted, end))
-    for transfer, end in zip(waiting, computed, strict=True):
-        yield from ((transfer, index, True) for index in range(end, len(transfer.parcels)))
-
-
-def _computed_parcels(transfer: DecodeTransfer) -> int:
-    """How many parcels, from the first, P can gather now (parcels stand in order of position)."""
-    index = transfer.granted
-    while index < len(transfer.parcels) and transfer.parcels[index].end_position <= transfer.ready_positions:
-        index += 1
-    return index
+    """(transfer, parcel index, whether P has yet to compute it), a transfer's own always in parcel order. Lazy: only as
+    far as there are slots."""
+    uncomputed: list[tuple[DecodeTransfer, int]] = []
+    for transfer in waiting:
+        index = transfer.granted
+        while index < len(transfer.parcels) and transfer.parcels[index].end_position <= transfer.ready_positions:
+            yield transfer, index, False
+            index += 1
+        uncomputed.append((transfer, index))
+    for transfer, first in uncomputed:
+        yield from ((transfer, index, True) for index in range(first, len(transfer.parcels)))

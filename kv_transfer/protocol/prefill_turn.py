@@ -113,7 +113,8 @@ class PrefillTurn:
 
     def pump(self) -> None:
         """Gather, oldest transfer first, each in parcel order, while sending slots last."""
-        for transfer in sorted(self.transfers.values(), key=lambda transfer: transfer.turn):
+        ready = [transfer for transfer in self.transfers.values() if transfer.next_is_ready]
+        for transfer in sorted(ready, key=lambda transfer: transfer.turn):
             peer = self.peer_of(transfer)
             if peer is None or not peer.lane_open:
                 continue

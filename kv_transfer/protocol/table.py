@@ -6,8 +6,8 @@ Hashable, so that a search can recognise a state; a change makes a copy, which i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from typing import TYPE_CHECKING, TypeVar
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -19,6 +19,22 @@ class Table(Mapping[Key, Value]):
     def __init__(self, entries: Mapping[Key, Value] | None = None) -> None:
         self._entries: dict[Key, Value] = dict(entries or {})
         self._hash: int | None = None
+
+    # `get`, `values` and `items` are Mapping's, without its detours.
+
+    if not TYPE_CHECKING:
+
+        def get(self, key, default=None):
+            return self._entries.get(key, default)
+
+    def values(self) -> ValuesView[Value]:
+        return self._entries.values()
+
+    def items(self) -> ItemsView[Key, Value]:
+        return self._entries.items()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
 
     def __getitem__(self, key: Key) -> Value:
         return self._entries[key]
