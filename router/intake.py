@@ -76,12 +76,14 @@ class Intake:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] = MappingProxyType({}),
         *,
+        continued: bool = False,
         special_tokens: bool = False,
     ) -> tuple[int, ...]:
-        """`variables`: further ones of the chat template."""
-        return await self.prompt_from_text(
-            "messages", self.chat_text(messages, variables), special_tokens=special_tokens
-        )
+        """`variables`: further ones of the chat template. `continued`: the answer goes on where the last message ends."""
+        text = self.chat_text(messages, variables)
+        if continued:
+            text = _cut_after_last_message(text, messages)
+        return await self.prompt_from_text("messages", text, special_tokens=special_tokens)
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
@@ -127,3 +129,15 @@ class Intake:
                 for choice in range(choices)
             ]
         return generations
+
+
+def _cut_after_last_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Without what the template writes after the last message's content. Raises RequestRefused when it wrote it otherwise."""
+    content = str(messages[-1]["content"]).strip()
+    start = text.rfind(content) if content else -1
+    if start < 0:
+        raise invalid(
+            "continue_final_message",
+            "continue_final_message needs a last message that the chat template writes as it is",
+        )
+    return text[: start + len(content)]

@@ -169,10 +169,12 @@ class Answer:
         envelope: Envelope,
         streams: Sequence[AnswerStream],
         usage_key: bool = False,
+        token_ids: bool = False,
         beginnings: Sequence[str] = (),
     ) -> None:
-        """`usage_key`: chunks say `"usage": null` before the last one tells it. `beginnings`: what each choice's text
-        begins with, where prompts are echoed."""
+        """`usage_key`: chunks say `"usage": null` before the last one tells it. `token_ids`: each choice shows them beside
+        its text, the prompt's too. `beginnings`: what each choice's text begins with, where prompts are echoed."""
+        self._token_ids = token_ids
         self._form = form
         self._envelope = envelope
         self._streams = streams
@@ -188,13 +190,15 @@ class Answer:
         logprobs = "null"
         if piece.tokens and self._streams[index].generation.sampling.logprobs is not None:
             logprobs = _compact(self._form.logprobs(piece.tokens, choice.text_length))
-        elif not piece.text and not piece.last and choice.began:
+        elif not piece.text and not piece.last and choice.began and not self._token_ids:
             return b""
         finish = '"finish_reason":null,"stop_reason":null'
         if piece.last:
             finish = f'"finish_reason":{json.dumps(piece.finish_reason)},"stop_reason":{json.dumps(piece.stop_reason)}'
         text = piece.text if choice.began else self._beginnings[index] + piece.text
         body = self._form.chunk_choice(index, _encode_string(text), logprobs, finish, not choice.began)
+        if self._token_ids:
+            body = body[:-1] + "," + _compact(self._ids(choice, piece.tokens, with_prompt=not choice.began))[1:]
         choice.began = True
         choice.text_length += len(piece.text)
         tail = self._chunk_tail if usage is None else f'],"usage":{_compact(usage.as_json())}}}\n\n'
@@ -208,7 +212,7 @@ class Answer:
         """Keep a piece for the whole response."""
         choice = self._choices[index]
         choice.texts.append(piece.text)
-        if self._streams[index].generation.sampling.logprobs is not None:
+        if self._token_ids or self._streams[index].generation.sampling.logprobs is not None:
             choice.tokens.extend(piece.tokens)
 
     def response(self, lasts: Sequence[Piece]) -> dict[str, Any]:
@@ -218,12 +222,18 @@ class Answer:
             wanted = self._streams[choice.index].generation.sampling.logprobs is not None
             logprobs = self._form.logprobs(choice.tokens, 0) if wanted else None
             text = "".join([self._beginnings[choice.index], *choice.texts])
-            choices.append(self._form.response_choice(choice.index, text, logprobs, last))
+            ids = self._ids(choice, choice.tokens, with_prompt=True) if self._token_ids else {}
+            choices.append({**self._form.response_choice(choice.index, text, logprobs, last), **ids})
         return {
             **self._envelope.as_json(self._form.object),
             "choices": choices,
             "usage": self.usage().as_json(),
         }
+
+    def _ids(self, choice: _Choice, tokens: Sequence[types_pb2.Token], *, with_prompt: bool) -> dict[str, Any]:
+        ids = [token.token_id for token in tokens]
+        prompt = self._streams[choice.index].generation.prompt
+        return {"prompt_token_ids": prompt, "token_ids": ids} if with_prompt else {"token_ids": ids}
 
     def usage(self) -> Usage:
         return Usage.of(self._streams)

@@ -53,12 +53,10 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (None,),
     "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (None, True),
-    "continue_final_message": _OFF,
     "chat_template": (None,),
     "documents": (None, []),
     "mm_processor_kwargs": (None, {}),
     "return_tokens_as_token_ids": _OFF,
-    "return_token_ids": _OFF,
     "cache_salt": (None,),
     "priority": _OFF,
     "kv_transfer_params": (None,),
@@ -96,6 +94,7 @@ class _Generating(_Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -178,11 +177,17 @@ class ChatBody(_Generating):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template beside the messages."""
-        return {**(self.chat_template_kwargs or {}), "add_generation_prompt": self.add_generation_prompt is not False}
+        """Variables of the chat template beside the messages. Raises RequestRefused when two fields contradict each other."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid(
+                "continue_final_message", "continue_final_message and add_generation_prompt may not both be true"
+            )
+        opens_turn = self.add_generation_prompt is not False and not self.continue_final_message
+        return {**(self.chat_template_kwargs or {}), "add_generation_prompt": opens_turn}
 
     def wishes(self) -> SamplingWishes:
         """Raises RequestRefused when two fields contradict each other."""

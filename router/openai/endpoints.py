@@ -75,6 +75,7 @@ class Endpoints:
         prompt = await intake.prompt_from_chat(
             [message.for_template() for message in body.messages],
             body.template_variables(),
+            continued=bool(body.continue_final_message),
             special_tokens=bool(body.add_special_tokens),
         )
         generations = intake.generations(
@@ -96,7 +97,7 @@ class Endpoints:
         try:
             for generation in generations:
                 streams.append(self._dispatcher.open(generation))  # noqa: PERF401  (those opened are closed if one is refused)
-            answer = Answer(form, envelope, streams, body.usage_in_stream, beginnings)
+            answer = Answer(form, envelope, streams, body.usage_in_stream, bool(body.return_token_ids), beginnings)
             async with asyncio.timeout(generations[0].deadline_s + WRITE_GRACE_S):
                 if as_stream:
                     return await _stream(request, answer, streams, body)

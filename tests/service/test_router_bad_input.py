@@ -109,6 +109,11 @@ CHAT_ROWS: list[tuple[str, Any, str | None]] = [
     ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ("a chat longer than the context", {"messages": [{"role": "user", "content": "x" * CONTEXT_LIMIT}]}, "messages"),
     ("a plain prompt", {"prompt": "x"}, "prompt"),
+    (
+        "a turn that is opened and continued",
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
 ]
 
 

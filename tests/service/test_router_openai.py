@@ -305,3 +305,27 @@ async def test_the_bytes_of_log_probabilities_join_to_the_text(folder: Path) -> 
     content = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
     assert content is not None
     assert bytes(byte for one in content for byte in one.bytes or []).decode() == text
+
+
+async def test_an_answer_may_go_on_where_the_last_message_ends(folder: Path) -> None:
+    node = FakeNode("d0", script=[97])
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+    async with router_with(folder, node) as router:
+        body = {"messages": messages, "max_tokens": 1, "continue_final_message": True}
+        status, found = await router.post("/v1/chat/completions", body)
+    assert status == 200, found
+    assert bytes(node.submits[-1].prompt_token_ids) == b"user: hi\nassistant: Well,"
+
+
+async def test_token_ids_beside_the_text(folder: Path) -> None:
+    expected = expected_answer(list(b"hello"), 6, 3)
+    async with router_with(folder, FakeNode("d0")) as router:
+        body = {"prompt": "hello", "max_tokens": 6, "seed": 3, "return_token_ids": True}
+        _, whole = await router.post("/v1/completions", body)
+        stream: Any = await router.openai().completions.create(
+            model=router.model, prompt="hello", max_tokens=6, seed=3, stream=True, extra_body={"return_token_ids": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    assert (whole["choices"][0]["token_ids"], whole["choices"][0]["prompt_token_ids"]) == (expected, list(b"hello"))
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == expected
+    assert chunks[0].choices[0].prompt_token_ids == list(b"hello")
