@@ -53,6 +53,13 @@ class DecodeRole:
             faults_wanted(self._options),
         )
         self.service.use(self._driver)
+        self._parts.health.add(self._quarantine_problem)
+
+    def _quarantine_problem(self) -> str | None:
+        """Peers lost in mid-transfer hold all the arenas that may wait for proof: no new peer can pair."""
+        assert self._driver is not None
+        waiting = sum(arena.quarantined for arena in self._driver.side.arenas.values())
+        return "quarantine_full" if waiting >= self._options.quarantine_arenas else None
 
     async def stop(self) -> None:
         if self._driver is not None:

@@ -210,6 +210,29 @@ async def test_f10_a_client_that_leaves_while_its_kv_travels_frees_both_nodes(cl
             await all_blocks_are_back(cluster.nodes[name], BLOCKS, within_s=1)
 
 
+async def test_f10_clients_that_leave_while_queued_and_while_travelling_free_both_nodes(cluster: Cluster) -> None:
+    async with cluster.attached("hold") as pair:
+        ids = [new_request_id(), new_request_id()]
+        prompts = [toy_prompt(2400, seed=85 + number) for number in range(2)]
+        travelling, queued = (
+            pair.submit(prompt, greedy(8), prefill=("hold",), request_id=request_id)
+            for prompt, request_id in zip(prompts, ids, strict=True)
+        )
+
+        async def one_waits() -> bool:
+            return (await cluster.nodes["hold"].metrics()).value("requests_waiting") == 1
+
+        await travelling.has_tokens(1)
+        await eventually(one_waits, 1.5, "the second prompt waits for the first one's blocks")
+        for request_id in reversed(ids):
+            pair.routers["d"].cancel(request_id)
+        for answer in (travelling, queued):
+            await answer.end(1)
+        assert queued.tokens == []
+        for name in ("d", "hold"):
+            await all_blocks_are_back(cluster.nodes[name], BLOCKS, within_s=1)
+
+
 async def test_f16_a_prefill_node_of_other_weights_is_refused_by_name_and_both_stay_up(cluster: Cluster) -> None:
     prompt = toy_prompt(40, seed=90)
     async with cluster.attached("other", "p") as pair:
