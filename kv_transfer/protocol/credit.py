@@ -119,7 +119,7 @@ class Arena:
         index = next(index for index, slot in enumerate(self.slots) if slot.state is SlotState.FREE)
         credit = CreditNumber(self.next_number)
         posted = Slot(step(self.slots[index].state, SlotStep.GRANT), credit, transfer, parcel_index, length)
-        granted = replace(self._with(index, posted), next_number=self.next_number + 1)
+        granted = replace(self, slots=self._slots_with(index, posted), next_number=self.next_number + 1)
         return granted, SlotIndex(index), credit
 
     def index_of(self, credit: CreditNumber) -> SlotIndex | None:
@@ -136,8 +136,9 @@ class Arena:
         slot = self.slots[index]
         state = step(slot.state, slot_step)
         if state is SlotState.FREE:
-            return replace(self._with(index, FREE_SLOT), credits_returned=self.credits_returned + 1)
-        return self._with(index, replace(slot, state=state))
+            returned = self.credits_returned + 1
+            return replace(self, slots=self._slots_with(index, FREE_SLOT), credits_returned=returned)
+        return replace(self, slots=self._slots_with(index, replace(slot, state=state)))
 
     def quarantine(self) -> Arena:
         """The session is lost: what may still be written waits for proof; what has landed is D's own and goes on."""
@@ -169,8 +170,8 @@ class Arena:
                 arena = arena.take(slot.credit, slot_step)
         return arena
 
-    def _with(self, index: int, slot: Slot) -> Arena:
-        return replace(self, slots=(*self.slots[:index], slot, *self.slots[index + 1 :]))
+    def _slots_with(self, index: int, slot: Slot) -> tuple[Slot, ...]:
+        return (*self.slots[:index], slot, *self.slots[index + 1 :])
 
 
 def step(state: SlotState, slot_step: SlotStep) -> SlotState:

@@ -117,7 +117,7 @@ def _prefill_transfer_waits(transfer: PrefillTransfer, peer: Peer, limits: Limit
         yield Wait(LeaseExpired(transfer.id), transfer.renewals, limits.lease_s)
     if transfer.state is PrefillState.RESERVED:
         yield Wait(Stalled(transfer.id), (transfer.state, peer.engine_steps), limit_s + limits.reservation_s)
-    elif transfer.state is PrefillState.SENDING and transfer.gathering == len(transfer.credits):
+    elif transfer.waits_for_credits:
         marker = (transfer.state, len(transfer.credits), transfer.computed_positions, peer.engine_steps)
         yield Wait(Stalled(transfer.id), marker, limit_s + limits.reservation_s)
     elif transfer.state is PrefillState.ENDING and not transfer.acknowledged:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from foundation.ids import Incarnation, NodeId, TransferId
 from kv_transfer.port import BeginTransfer
-from kv_transfer.protocol.credit import FREE_SLOT, Arena, SlotState
+from kv_transfer.protocol.credit import CREDIT_NUMBER_LIMIT, FREE_SLOT, Arena, SlotState
 from kv_transfer.protocol.decode_transfer import DecodeState, DecodeTransfer, SessionOver
 from kv_transfer.protocol.decode_turn import DecodeTurn
 from kv_transfer.protocol.effects import (
@@ -49,6 +49,8 @@ def begin(turn: DecodeTurn, request: BeginTransfer) -> None:
     """Ask the request's prefill node, now or as soon as the pair is READY."""
     assert request.transfer not in turn.transfers, f"transfer {request.transfer} began twice"
     node = request.prefill_node
+    if node in turn.peers and _worn_out(turn, turn.peers[node]):
+        session_over(turn, turn.peers[node], "credit_numbers_exhausted")
     if node not in turn.peers:
         if sum(arena.quarantined for arena in turn.arenas.values()) >= turn.local.quarantine_arenas:
             turn.out.add(NodeEnded(request.transfer, "quarantine_full", 0, 0, 0))
@@ -58,6 +60,12 @@ def begin(turn: DecodeTurn, request: BeginTransfer) -> None:
     turn.put(transfer)
     if turn.peers[node].state is PeerState.READY:
         turn.ask(transfer)
+
+
+def _worn_out(turn: DecodeTurn, peer: Peer) -> bool:
+    """The session ends well before its credit numbers do: once in some ten million parcels."""
+    arena = turn.arenas.get(peer.session)
+    return arena is not None and arena.next_number >= CREDIT_NUMBER_LIMIT // 4 * 3
 
 
 def _connect(turn: DecodeTurn, node: NodeId, control_address: str) -> None:
@@ -249,7 +257,7 @@ def _hello_received(turn: DecodeTurn, peer: Peer, hello: Hello, sender: Incarnat
         return
     peer = replace(peer, incarnation=sender, hello=hello)
     turn.peers = turn.peers.put(peer.node_id, peer)
-    if mismatch := hello_mismatch(turn.local.hello, hello):
+    if mismatch := hello_mismatch(turn.local.hello, hello, turn.local.cut):
         session_over(turn, peer, f"refused: {mismatch}")
     else:
         turn.out.add(OpenLane(peer.node_id, peer.session, hello.data_address))

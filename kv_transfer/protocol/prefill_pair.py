@@ -158,7 +158,7 @@ def hello_received(turn: PrefillTurn, peer: Peer, event: MessageReceived, hello:
         return
     if peer.session:
         session_over(turn, replace(peer, streaming=False), "replaced", tell=False)
-    if mismatch := hello_mismatch(turn.local.hello, hello):
+    if mismatch := hello_mismatch(turn.local.hello, hello, turn.local.cut):
         turn.out.send(event.peer, sender, HelloRefused(mismatch))
         turn.out.add(CloseStream(event.peer))
         turn.peers = turn.peers.drop(event.peer) if event.peer in turn.peers else turn.peers

@@ -157,6 +157,15 @@ class PrefillTransfer:
         )
 
     @property
+    def waits_for_credits(self) -> bool:
+        """The next parcel in order is computed and has no credit: it is D's turn."""
+        return (
+            self.state is PrefillState.SENDING
+            and self.gathering == len(self.credits) < len(self.parcels)
+            and self.parcels[self.gathering].end_position <= self.computed_positions
+        )
+
+    @property
     def all_sent(self) -> bool:
         return (
             self.state is PrefillState.SENDING

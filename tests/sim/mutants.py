@@ -110,7 +110,8 @@ def _cancel_on_abort(self: Any, ending: Any, step: type, reason: str, **how: Any
 def _number_is_the_slot(self: Arena, owner: Any, parcel_index: int, length: int) -> Any:
     arena, slot, _ = _real_grant(self, owner, parcel_index, length)
     reused = CreditNumber(slot)
-    return arena._with(slot, replace(arena.slots[slot], credit=reused)), SlotIndex(slot), reused
+    slots = arena._slots_with(slot, replace(arena.slots[slot], credit=reused))
+    return replace(arena, slots=slots), SlotIndex(slot), reused
 
 
 def _first_token_again(turn: Any, asked: Any, message: FirstToken) -> None:

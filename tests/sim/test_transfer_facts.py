@@ -12,6 +12,7 @@ from transfer_invariants import check
 from transfer_world import Action, Budget, D, P, Plan, World, actions, at_rest, is_progress, new_world, transfer
 
 from foundation.ids import CreditNumber, Incarnation, NodeId, SessionNonce, SlotIndex, TransferId
+from kv_transfer.plan.parcels import cut_parcels
 from kv_transfer.port import BeginTransfer
 from kv_transfer.protocol import decode_side, events, messages, prefill_side
 from kv_transfer.protocol.credit import FREE_SLOT, Arena, SlotState, SlotStep
@@ -22,6 +23,7 @@ from kv_transfer.protocol.effects import (
     Count,
     NodeEnded,
     NodeReleased,
+    OpenStream,
     PostReceive,
     QuarantineArena,
     ReleaseArena,
@@ -31,6 +33,7 @@ from kv_transfer.protocol.effects import (
 from kv_transfer.protocol.events import LaneOpened, LeaseExpired, MessageReceived, Silent, Stalled, StreamOpened
 from kv_transfer.protocol.local import LocalNode
 from kv_transfer.protocol.messages import Credits, Envelope, Failed, HelloRefused, Offer, Refused
+from kv_transfer.protocol.peer import hello_mismatch
 from kv_transfer.protocol.prefill_turn import PrefillSide
 from kv_transfer.protocol.sending import new_sending_slots
 from kv_transfer.protocol.table import Table
@@ -201,6 +204,40 @@ def test_f16_an_unlike_p_is_refused_naming_the_field_and_d_ends_its_transfers_wi
     assert of(effects, NodeEnded)[0].reason == "refused: rope: 'other' here, 'r' there"
     assert not side.peers
     assert not side.transfers
+
+
+@pytest.mark.parametrize(
+    ("unlike", "reason"),
+    [
+        ({"block_size": 0}, "block_size: 0 there"),
+        ({"tensor_parallel": 1 << 30}, "tensor_parallel: 1073741824 there"),
+        ({"head_dim": 2}, "head_dim: "),
+    ],
+    ids=str,
+)
+def test_f16_a_layout_that_cannot_be_is_refused_by_name(unlike: dict[str, int], reason: str) -> None:
+    side = ready_world().d
+    assert side is not None
+    ours = side.local.hello
+    theirs = replace(ours, layout=replace(ours.layout, **unlike))  # type: ignore[arg-type]
+    assert (hello_mismatch(ours, theirs, cut_parcels) or "").startswith(reason)
+    assert hello_mismatch(ours, ours, cut_parcels) is None
+
+
+def test_f16_a_slot_that_holds_not_even_one_head_is_refused_by_name() -> None:
+    side = ready_world().d
+    assert side is not None
+    ours = side.local.hello
+    assert (hello_mismatch(ours, replace(ours, slot_bytes=4), cut_parcels) or "").startswith("slot_bytes is 4")
+
+
+def test_a_session_ends_before_its_credit_numbers_do() -> None:
+    side = asked_side()
+    worn = replace(side, arenas=side.arenas.put(1, replace(side.arenas[1], next_number=13_000_000)))
+    side, effects = decode_side.handle(worn, events.Begin(_request(transfer("s"))))
+    assert [ended.reason for ended in of(effects, NodeEnded)] == ["credit_numbers_exhausted"]
+    assert of(effects, OpenStream)
+    assert list(side.transfers) == [transfer("s")]
 
 
 def test_f40_with_enough_arenas_in_quarantine_no_further_session_is_opened() -> None:
