@@ -11,6 +11,7 @@ Must not know: what a role does with a request.
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import signal
 from collections.abc import Callable, Coroutine, Sequence
@@ -128,6 +129,8 @@ class _Host:
     async def _serve_with_engine(self, health: Health, assemble: Assemble) -> int:
         loop = asyncio.get_running_loop()
         ready = await asyncio.to_thread(prepare_engine, self._options)
+        gc.collect()
+        gc.freeze()  # what was built stays: collections need not walk it again
         engine = EngineLink(ready.engine, loop)
         endpoint = GrpcEndpoint()
         role = assemble(NodeParts(self._entry, ready, engine, self._metrics, health, endpoint))

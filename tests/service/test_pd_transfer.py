@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -231,3 +233,25 @@ async def test_prefill_nodes_tell_their_ticket_epoch_and_load(pair: Pair) -> Non
     await eventually(heard, 2, "a status of the prefill node")
     assert router.status.ready
     assert router.status.blocks_total == BLOCKS
+
+
+async def test_f17_garbage_on_every_port_harms_nobody(pair: Pair) -> None:
+    noise = random.Random(17)
+    for name in ("p", "d"):
+        for port in pair.nodes[name].ports:
+            for size in (1, 40, 5000):
+                try:
+                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                except ConnectionRefusedError:
+                    continue  # over shared memory UCX does not listen on a decode node's data port
+                writer.write(noise.randbytes(size))
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+                    writer.write_eof()
+                    await asyncio.wait_for(reader.read(100), 5)
+                writer.close()
+    prompt = toy_prompt(60, seed=14)
+    answer = await pair.submit(prompt, greedy(5)).end(20)
+    assert answer.tokens == toy_answer(prompt, 5), answer.failure
+    assert answer.account is not None
+    assert answer.account.transferred == 60
