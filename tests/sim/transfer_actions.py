@@ -319,7 +319,7 @@ def _crash_p(stage: Stage) -> None:
     stage.d_broken |= stage.lanes_live
     if stage.plan.lane == "sender_writes":
         # the process is gone; the rim proves that its device work has drained
-        stage.d_fences |= stage.lanes_live
+        stage.d_fences |= frozenset(stage.d.arenas) if stage.d is not None else frozenset()
     stage.lanes_live = stage.lanes_p = stage.p_broken = stage.p_fences = frozenset()
     stage.gathers, stage.sends, stage.sending_memory, stage.computing = frozenset(), frozenset(), Table(), Table()
 
