@@ -35,7 +35,8 @@ def random_world(dice: random.Random) -> World:
 def walk(seed: int) -> tuple[World, list[Action]]:
     """A world that was harassed for a while and then left alone."""
     dice = random.Random(seed)
-    world, path = random_world(dice), []
+    world = random_world(dice)
+    path: list[Action] = []
     for step in range(STEPS_LIMIT):
         found = actions(world)
         progress = [action for action in found if is_progress(action)]
