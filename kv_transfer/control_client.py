@@ -82,22 +82,24 @@ class ControlClient:
             await asyncio.wait(set(self._tasks))
 
     async def _dial(self, peer: NodeId, control_address: str, dialled: _Dialled) -> None:
+        """`closing` is looked at after every wait: a cancellation that meets the end of a gRPC call can get lost in it."""
         pause_s = SHORTEST_PAUSE_S
-        while True:
+        reason = None
+        while reason is None:
             await self._pause(peer, pause_s)
             async with grpc.aio.insecure_channel(control_address, GRPC_OPTIONS) as channel:
                 call: Call = channel.stream_stream(METHOD)()
-                if await self._accepted(call):
+                if await self._accepted(call) and not dialled.closing:
                     reason = await self._carry(peer, call, dialled)
-                    call.cancel()
-                    break
                 call.cancel()
-            self._emit(StreamLost(peer, "unreachable"))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        if not dialled.closing:
-            log.warning("control stream ended", peer=peer, reason=reason)
-            del self._dialled[peer]
-            self._emit(StreamLost(peer, reason))
+            if dialled.closing:
+                return
+            if reason is None:
+                self._emit(StreamLost(peer, "unreachable"))
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        log.warning("control stream ended", peer=peer, reason=reason)
+        del self._dialled[peer]
+        self._emit(StreamLost(peer, reason))
 
     async def _pause(self, peer: NodeId, pause_s: float) -> None:
         """A peer is dialled at most once in this time, however often its streams break."""
@@ -110,10 +112,10 @@ class ControlClient:
     async def _accepted(self, call: Call) -> bool:
         """Whether a servicer runs at the other end; a failed call has metadata too, but not this."""
         try:
-            metadata = await asyncio.wait_for(call.initial_metadata(), self._dial_limit_s)
+            async with asyncio.timeout(self._dial_limit_s):
+                return WELCOME in tuple(await call.initial_metadata())
         except (TimeoutError, grpc.RpcError):
             return False
-        return WELCOME in tuple(metadata)
 
     async def _carry(self, peer: NodeId, call: Call, dialled: _Dialled) -> str:
         stream = dialled.stream = ControlStream(call, lambda raw: self._received(peer, raw), call.done_writing)

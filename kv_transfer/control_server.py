@@ -81,7 +81,8 @@ class ControlServer:
 
     async def _carry(self, context: Context) -> None:
         try:
-            raw = await asyncio.wait_for(context.read(), self._hello_limit_s)
+            async with asyncio.timeout(self._hello_limit_s):
+                raw = await context.read()
         except TimeoutError:
             return
         first = read_envelope(raw) if isinstance(raw, bytes) else WireRefusal("no_hello", "")

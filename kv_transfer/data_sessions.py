@@ -85,11 +85,13 @@ class DataSessions:
                 raise TransportError(entry.lost_reason, "the endpoint broke while it was tested")
         except TransportError as error:
             log.warning("no lane", peer=entry.peer, session=f"{session:#x}", reason=error.reason, detail=str(error))
-            entry.failure = error.reason
-            entry.closing = watched(self._close(entry, session))
+            if entry.closing is None:
+                entry.failure = error.reason
+                entry.closing = watched(self._close(entry, session))
         else:
-            entry.reported = True
-            self._emit(opened)
+            if entry.closing is None:
+                entry.reported = True
+                self._emit(opened)
 
     async def _close(self, entry: _Entry, session: int) -> None:
         if entry.opening is not None and not entry.opening.done():

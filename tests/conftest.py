@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Other processes share the machine, so an example's duration says nothing about the code.
+settings.register_profile("decant", deadline=None)
+settings.load_profile("decant")
 
 REDIS_START_LIMIT_S = 10.0
 

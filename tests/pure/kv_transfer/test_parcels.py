@@ -101,7 +101,7 @@ def test_a_side_that_is_source_or_target_cuts_alike(transfer: tuple[KvLayout, Kv
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(transfers(), st.randoms(use_true_random=False))
 def test_what_lands_is_what_was_there_whatever_the_layouts(
     transfer: tuple[KvLayout, KvLayout, int, int, int], random: object
