@@ -229,6 +229,8 @@ class _Ongoing:
                 case Finish():
                     self.stream.finish(effect.ending)
                 case Fail():
+                    if self.journey.attempt == 0:
+                        self._metrics.requests_refused_total.count("no_node")
                     self.stream.fail(_refusal(effect))
                 case _:
                     assert_never(effect)

@@ -38,6 +38,13 @@ class RouterUnderTest:
     def model(self) -> str:
         return self.router.intake.model_name
 
+    async def heard(self, tokens: int, requests: int = 1) -> None:
+        """Waits until so many requests are under way and the router has so many tokens of each."""
+        ongoing = self.router.dispatcher._ongoing
+        await until(
+            lambda: len(ongoing) == requests and all(len(one.journey.log) >= tokens for one in ongoing.values())
+        )
+
     def openai(self) -> openai.AsyncOpenAI:
         self.clients.append(openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0))
         return self.clients[-1]

@@ -42,16 +42,12 @@ async def streamed(router: RouterUnderTest, prompt: str) -> str:
     return "".join(chunk.choices[0].text for chunk in chunks)
 
 
-def serving(*nodes: FakeNode) -> FakeNode | None:
-    return next((node for node in nodes if node.requests), None)
-
-
 async def test_f05_a_decode_node_killed_in_mid_stream_loses_and_repeats_no_token(folder: Path) -> None:
     nodes = [FakeNode("d0", tokens_until_pause=7), FakeNode("d1", tokens_until_pause=7)]
     async with router_with(folder, *nodes) as router:
         prompts = [f"prompt {index}" for index in range(8)]
         answers = asyncio.gather(*(streamed(router, prompt) for prompt in prompts))
-        await until(lambda: sum(one.emitted == 7 for node in nodes for one in node.requests.values()) == 8)
+        await router.heard(7, requests=8)
         assert nodes[0].requests
         assert nodes[1].requests, "load is spread"
         for node in nodes:
@@ -68,7 +64,7 @@ async def test_a_decode_node_that_falls_silent_is_given_up_at_the_silence_limit(
     hanging, other = FakeNode("d0", tokens_until_pause=5), FakeNode("d1", ready=False)
     async with router_with(folder, hanging, other) as router:
         answer = asyncio.ensure_future(streamed(router, "hello"))
-        await until(lambda: serving(hanging) and all(one.emitted == 5 for one in hanging.requests.values()))
+        await router.heard(5)
         other.ready = True
         hanging.silent = True
         began_s = asyncio.get_running_loop().time()
@@ -81,7 +77,7 @@ async def test_f25_a_decode_node_that_speaks_but_takes_no_step_is_given_up_too(f
     stalled, other = FakeNode("d0", tokens_until_pause=5), FakeNode("d1", ready=False)
     async with router_with(folder, stalled, other) as router:
         answer = asyncio.ensure_future(streamed(router, "hello"))
-        await until(lambda: serving(stalled) and all(one.emitted == 5 for one in stalled.requests.values()))
+        await router.heard(5)
         other.ready = True
         stalled.has_work = True  # and engine_steps stays where it is
         assert await answer == unharmed("hello")
@@ -93,7 +89,7 @@ async def test_f22_the_only_decode_node_comes_back_under_its_address_and_the_str
     node = FakeNode("d0", tokens_until_pause=5)
     async with router_with(folder, node) as router:
         answer = asyncio.ensure_future(streamed(router, "hello"))
-        await until(lambda: serving(node) and all(one.emitted == 5 for one in node.requests.values()))
+        await router.heard(5)
         await node.kill()
         node.incarnation, node.tokens_until_pause = 2, None
         await node.start()
@@ -109,7 +105,7 @@ async def test_f36_a_cut_off_node_that_lives_on_adds_nothing_to_the_stream(folde
     first, second = FakeNode("d0", tokens_until_pause=5), FakeNode("d1", ready=False, tokens_until_pause=20)
     async with router_with(folder, first, second) as router:
         answer = asyncio.ensure_future(streamed(router, "hello"))
-        await until(lambda: serving(first) and all(one.emitted == 5 for one in first.requests.values()))
+        await router.heard(5)
         (request,) = first.requests.values()
         second.ready = True
         first.has_work = True
@@ -132,7 +128,7 @@ async def test_a_token_that_was_lost_on_the_way_is_computed_again_elsewhere(fold
     first, second = FakeNode("d0", tokens_until_pause=5), FakeNode("d1", ready=False)
     async with router_with(folder, first, second) as router:
         answer = asyncio.ensure_future(streamed(router, "hello"))
-        await until(lambda: serving(first) and all(one.emitted == 5 for one in first.requests.values()))
+        await router.heard(5)
         (request,) = first.requests.values()
         second.ready = True
         await until(lambda: router.router.fleet.link(NodeId("d1")).usable)  # type: ignore[union-attr]
@@ -174,6 +170,7 @@ async def test_without_any_node_the_answer_is_503_and_names_it(folder: Path) -> 
         router.router.dispatcher._limits = type(router.router.dispatcher._limits)(10, patience_s=0.05)
         status, found = await router.post("/v1/completions", {"model": router.model, "prompt": "x"})
         assert (status, found["error"]["code"], found["error"]["retryable"]) == (503, "no_decode_node", True)
+        assert await router.metric('decant_requests_refused_total{reason="no_node"}') == 1
         assert (await router.get("/health"))[0] == 503
 
 
@@ -242,7 +239,7 @@ async def test_f23_a_draining_router_ends_what_it_has_and_takes_nothing_new(fold
     node = FakeNode("d0", tokens_until_pause=5)
     async with router_with(folder, node) as router:
         answer = asyncio.ensure_future(streamed(router, "hello"))
-        await until(lambda: any(one.emitted == 5 for one in node.requests.values()))
+        await router.heard(5)
         draining = asyncio.ensure_future(router.router.drain(10.0))
         await until(lambda: router.router.dispatcher.draining)
         assert (await router.get("/live"))[0] == 200
@@ -271,7 +268,7 @@ async def test_f23_a_draining_node_gets_nothing_new_and_ends_what_it_has(folder:
     first, second = FakeNode("d0", tokens_until_pause=5), FakeNode("d1", ready=False)
     async with router_with(folder, first, second) as router:
         answer = asyncio.ensure_future(streamed(router, "hello"))
-        await until(lambda: any(one.emitted == 5 for one in first.requests.values()))
+        await router.heard(5)
         first.draining, second.ready = True, True
         await until(lambda: router.router.fleet.link(NodeId("d0")).health.status.draining)  # type: ignore[union-attr]
         assert await streamed(router, "other") == unharmed("other")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.registry_entry import NodeEntry, decode, encode
@@ -56,6 +56,7 @@ def accepted(body: CompletionBody | ChatBody) -> None:
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+@settings(deadline=None)
 @given(st.data())
 def test_any_values_in_any_fields_are_taken_or_refused_by_name(
     kind: type[CompletionBody] | type[ChatBody], data: st.DataObject
@@ -76,6 +77,7 @@ def test_any_values_in_any_fields_are_taken_or_refused_by_name(
             assert field in refusal.message
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_no_body_or_a_body(raw: bytes) -> None:
     for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody):
@@ -83,12 +85,14 @@ def test_any_bytes_are_no_body_or_a_body(raw: bytes) -> None:
             read_body(kind, raw + b"}{")
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_f17_any_bytes_are_no_registry_entry_or_one_that_reads_back(raw: bytes) -> None:
     entry = decode(raw)
     assert entry is None or decode(encode(entry)) == entry
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["node_id", "role", "control_address", "incarnation"]), VALUES))
 def test_a_registry_entry_is_whole_or_none(found: dict[str, Any]) -> None:
     entry = decode(json.dumps(found))

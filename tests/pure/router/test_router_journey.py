@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.ids import NodeId, RequestId
@@ -198,6 +198,7 @@ def test_without_a_node_the_reason_is_kept_until_patience_is_over() -> None:
 ANSWER = tuple(range(100, 120))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_order_of_losses_repeats_and_late_messages_loses_or_repeats_a_token(data: st.DataObject) -> None:
     """Nodes compute ANSWER from their settled tokens on; their messages arrive in any interleaving, some twice, some never."""

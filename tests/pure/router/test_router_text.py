@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text import AnswerText, Detokenizer, StopStrings
@@ -27,6 +27,7 @@ def pieces_of(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
     return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()]
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_text_comes_out_whole_and_no_piece_holds_half_a_character(text: str) -> None:
     pieces = pieces_of(Detokenizer(decode), text.encode())
@@ -34,6 +35,7 @@ def test_text_comes_out_whole_and_no_piece_holds_half_a_character(text: str) -> 
     assert all("�" not in piece for piece in pieces) or "�" in text
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, SPECIAL), max_size=200))
 def test_any_tokens_join_to_the_text_of_all_tokens(token_ids: list[int]) -> None:
     assert "".join(pieces_of(Detokenizer(decode), token_ids)) == decode(token_ids)
@@ -64,6 +66,7 @@ def test_endless_broken_bytes_neither_grow_the_window_nor_stop_the_text() -> Non
     assert len(detokenizer._window) <= 200
 
 
+@settings(deadline=None)
 @given(
     st.text(alphabet="abc", max_size=30),
     st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
