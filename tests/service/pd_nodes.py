@@ -108,9 +108,17 @@ class Metrics:
 
 
 def start_node(
-    role: str, folder: Path, model: Path, key_file: Path, *options: str, faults: str = "", ports: Ports | None = None
+    role: str,
+    folder: Path,
+    model: Path,
+    key_file: Path,
+    *options: str,
+    faults: str = "",
+    ports: Ports | None = None,
+    lanes: str | None = None,
 ) -> NodeProcess:
-    """`role` is prefill or decode. No registry answers: a node serves without one. `faults`: see kv_transfer/faults.py."""
+    """`role` is prefill or decode. No registry answers: a node serves without one. `faults`: see kv_transfer/faults.py;
+    `lanes`: UCX_TLS."""
     ports = ports or Ports(*free_ports(3))
     (registry_port,) = free_ports(1)
     name = f"{role}-{ports.control}"
@@ -135,9 +143,13 @@ def start_node(
         *options,
     ]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("DECANT_")}
+    if lanes:
+        inherited["UCX_TLS"] = lanes
     if faults:
         command.append("--enable-test-faults")
         inherited["DECANT_TEST_FAULTS"] = faults
+    if lanes is not None:
+        inherited["UCX_TLS"] = lanes
     process = subprocess.Popen(
         command,
         stdout=log,

@@ -1,4 +1,7 @@
-"""What prefill and decode nodes do when the other dies, hangs, lies or does not fit; over UCX, faults aimed at a parcel."""
+"""What prefill and decode nodes do when the other dies, hangs, lies or does not fit; faults are aimed at a parcel.
+
+Over UCX's TCP lane, as between machines; `test_pd_transfer` takes the lane that UCX has within one.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,9 @@ class Cluster:
         model = self._folder / ("other" if name == "other" else "toy")
         options = (*SMALL, *UNLIKE) if name == "unlike" else SMALL
         ports = self.nodes["kill_first"].ports if name == "restarted" else None
+        faults, key_file = FAULTS.get(name, ""), self._folder / "key"
         self.nodes[name] = start_node(
-            role, self._folder, model, self._folder / "key", *options, faults=FAULTS.get(name, ""), ports=ports
+            role, self._folder, model, key_file, *options, faults=faults, ports=ports, lanes="tcp"
         )
         return self.nodes[name]
 
@@ -102,6 +106,21 @@ def cluster(folder: Path, keys: MasterKeys) -> Iterator[Cluster]:
     yield cluster
     for node in cluster.nodes.values():
         node.end()
+
+
+def connections(node: NodeProcess) -> set[tuple[int, int]]:
+    """(local port, remote port) of every established TCP connection of the process."""
+    sockets = set()
+    for link in Path(f"/proc/{node.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            sockets.add(link.readlink().name)
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, remote, state, *_ = fields = line.split()
+            if state == "01" and f"socket:[{fields[9]}]" in sockets:
+                found.add((int(local.rpartition(":")[2], 16), int(remote.rpartition(":")[2], 16)))
+    return found
 
 
 async def failures(node: NodeProcess) -> dict[str, float]:
@@ -243,6 +262,21 @@ async def test_f16_a_prefill_node_of_other_weights_is_refused_by_name_and_both_s
         assert answer.account.prefill_node == cluster.nodes["p"].name
         assert "weights" in d.log()
         assert [(await node.health())[0] for node in (d, other)] == [200, 200]
+
+
+async def test_the_data_plane_is_a_connection_of_its_own(cluster: Cluster) -> None:
+    prompt = toy_prompt(100, seed=95)
+    async with cluster.attached("p") as pair:
+        answer = await pair.submit(prompt, greedy(4)).end(20)
+        assert answer.account is not None
+        assert answer.account.transferred == 100
+        d, p = cluster.nodes["d"], cluster.nodes["p"]
+        between = [ends for ends in connections(d) if ends[::-1] in connections(p)]
+        remote_ports = [remote for _, remote in between]
+        assert remote_ports.count(p.ports.control) == 1
+        assert remote_ports.count(p.ports.data) == 1
+        assert len(between) > 2, "greeting and control only: no connection of UCX"
+        assert '"lane": "tcp"' in d.log()
 
 
 async def test_unlike_blocks_shards_and_head_orders_pair_and_give_the_same_tokens(cluster: Cluster) -> None:
