@@ -43,7 +43,7 @@ class Engine:
         self._runner = runner
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 1 if config.overlap else 0
-        self._last_step_tokens = 0
+        self._step_tokens = 0
         self._advanced = False
 
     def take(self, command: Command) -> None:
@@ -61,11 +61,11 @@ class Engine:
         while len(self._in_flight) > (self._depth if scheduled is not None else 0):
             oldest = self._in_flight.popleft()
             self.scheduler.settle(oldest.scheduled, oldest.launched.result())
-            self._last_step_tokens = oldest.scheduled.plan.tokens
+            self._step_tokens += oldest.scheduled.plan.tokens
         return self.scheduler.drain()
 
     def status(self) -> EngineStatus:
-        return self.scheduler.status(has_work=self._advanced, last_step_tokens=self._last_step_tokens)
+        return self.scheduler.status(has_work=self._advanced, step_tokens=self._step_tokens)
 
     def fail_all(self, reason: str) -> list[EngineEvent]:
         self.scheduler.fail_all(reason)

@@ -211,7 +211,8 @@ class EngineStatus:
     blocks_total: int = 0
     has_work: bool = False
     """A step runs or can be launched: `steps` must advance. False while all that is left waits for a command."""
-    last_step_tokens: int = 0
+    step_tokens: int = 0
+    """Tokens that all settled steps have computed."""
     preemptions: int = 0
     skips: dict[str, int] = field(default_factory=dict)
     """Steps in which somebody had to wait, by reason."""

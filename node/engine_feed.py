@@ -20,6 +20,7 @@ class EngineFeed:
         self._status = status
         self._metrics = metrics
         self._steps = 0
+        self._step_tokens = 0
         self._skips: dict[str, int] = {}
         self._load = (0, 0)
 
@@ -31,9 +32,10 @@ class EngineFeed:
 
     def after_step(self) -> None:
         status = self._status()
-        if status.steps != self._steps:
-            self._steps = status.steps
-            self._metrics.step_tokens.observe(status.last_step_tokens)
+        steps, self._steps = status.steps - self._steps, status.steps
+        tokens, self._step_tokens = status.step_tokens - self._step_tokens, status.step_tokens
+        for _ in range(steps):  # more than one when a step had nothing to report, or this thread was late
+            self._metrics.step_tokens.observe(tokens / steps)
         for reason, total in status.skips.items():
             self._metrics.scheduler_skips_total.count(reason, total - self._skips.get(reason, 0))
             self._skips[reason] = total

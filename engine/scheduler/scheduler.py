@@ -82,7 +82,7 @@ class Scheduler:
         self._state.events.extend(RequestFailed(key, reason) for key in self._state.requests)
         self._state.requests.clear()
 
-    def status(self, *, has_work: bool, last_step_tokens: int) -> EngineStatus:
+    def status(self, *, has_work: bool, step_tokens: int) -> EngineStatus:
         state = self._state
         lines = (state.waiting, state.ready, state.reservations)
         return EngineStatus(
@@ -95,7 +95,7 @@ class Scheduler:
             blocks_in_use=state.pool.in_use,
             blocks_total=state.pool.total,
             has_work=has_work,
-            last_step_tokens=last_step_tokens,
+            step_tokens=step_tokens,
             preemptions=state.preemptions,
             skips=dict(state.skips),
         )

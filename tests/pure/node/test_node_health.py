@@ -63,9 +63,9 @@ def test_an_idle_engine_is_never_stalled() -> None:
 
 def test_the_feed_counts_each_step_and_each_skip_once() -> None:
     statuses = [
-        EngineStatus(steps=1, last_step_tokens=8, skips={"no_blocks": 2}),
-        EngineStatus(steps=1, last_step_tokens=8, skips={"no_blocks": 2}),
-        EngineStatus(steps=2, last_step_tokens=16, skips={"no_blocks": 5}),
+        EngineStatus(steps=1, step_tokens=8, skips={"no_free_blocks": 2}),
+        EngineStatus(steps=1, step_tokens=8, skips={"no_free_blocks": 2}),
+        EngineStatus(steps=4, step_tokens=32, skips={"no_free_blocks": 5}),
     ]
     metrics = NodeMetrics()
     feed = EngineFeed(lambda: statuses[0], metrics)
@@ -73,9 +73,9 @@ def test_the_feed_counts_each_step_and_each_skip_once() -> None:
         feed.after_step()
         statuses.pop(0)
     text = metrics.exposition().decode()
-    assert "decant_step_tokens_count 2.0" in text
-    assert "decant_step_tokens_sum 24.0" in text
-    assert 'decant_scheduler_skips_total{reason="no_blocks"} 5.0' in text
+    assert "decant_step_tokens_count 4.0" in text
+    assert "decant_step_tokens_sum 32.0" in text
+    assert 'decant_scheduler_skips_total{reason="no_free_blocks"} 5.0' in text
 
 
 def test_cached_blocks_that_nobody_uses_count_as_free_for_routers() -> None:
