@@ -354,9 +354,8 @@ def _drained(turn: DecodeTurn, peer: Peer, transfer: DecodeTransfer, message: Dr
     drained = replace(transfer.take(Drained), drained=True)
     if transfer.state is DecodeState.ENDING:
         turn.settle(drained)
+        turn.out.tell(peer, Gone(transfer.id))
     elif unused or transfer.manifest is None:
         turn.end(drained, CreditsUnused, transfer.void_failure or "credits_unused", abort=False)
     else:
         turn.put(drained)
-        return
-    turn.out.tell(peer, Gone(transfer.id))

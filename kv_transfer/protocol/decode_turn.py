@@ -30,7 +30,7 @@ from kv_transfer.protocol.effects import (
     ReleaseArena,
 )
 from kv_transfer.protocol.local import LocalNode
-from kv_transfer.protocol.messages import Abort, Ask, Committed, Credit, Credits
+from kv_transfer.protocol.messages import Abort, Ask, Committed, Credit, Credits, Gone
 from kv_transfer.protocol.peer import Outbox, Peer, PeerState
 from kv_transfer.protocol.table import Table
 
@@ -91,10 +91,14 @@ class DecodeTurn:
 
     def end(self, transfer: DecodeTransfer, step: type, reason: str, *, abort: bool, drained: bool = False) -> None:
         """Give the transfer up. `abort`: P does not know yet. `drained`: P will use no further credit (a transfer that P
-        was never asked for is drained from the start)."""
+        was never asked for is drained from the start). A P that has drained while D still meant to commit waits for D's
+        `Gone`."""
+        peer = self.peers.get(transfer.peer)
+        if transfer.state is DecodeState.LANDING and transfer.drained:
+            self.out.tell(peer, Gone(transfer.id))
+        elif abort:
+            self.out.tell(peer, Abort(transfer.id, reason))
         drained = drained or transfer.drained or not transfer.session
-        if abort:
-            self.out.tell(self.peers.get(transfer.peer), Abort(transfer.id, reason))
         self.settle(replace(transfer.take(step), end_reason=transfer.end_reason or reason, drained=drained))
 
     def settle(self, transfer: DecodeTransfer) -> None:

@@ -151,6 +151,7 @@ WORLDS: dict[str, tuple[Plan, Budget]] = {
     "prefill node dies": (Plan(ONE, positions=1), Budget(crash_p=1)),
     "decode node dies": (Plan(ONE, positions=1), Budget(crash_d=1)),
     "hang": (Plan(ONE, positions=1), Budget(deadline=1)),
+    "hang and abort": (Plan(ONE, positions=1), Budget(deadline=1, abort=1)),
     "receiver reads, endpoint": (Plan(ONE, positions=1, lane="receiver_reads"), Budget(endpoint=1, abort=1)),
     "sender writes, endpoint": (Plan(ONE, positions=1, lane="sender_writes"), Budget(endpoint=1)),
     "sender writes, death": (Plan(ONE, positions=1, lane="sender_writes"), Budget(crash_p=1)),
@@ -170,7 +171,7 @@ LARGE: dict[str, tuple[Plan, Budget]] = {
     "cut, abort and failure": (Plan(ONE, positions=1), Budget(cut=1, abort=1, prefill_fails=1)),
     "abort, cut and repeat": (Plan(ONE, positions=1), Budget(cut=1, abort=1, repeat=1)),
     "both die": (Plan(TRIES, positions=1, one_by_one=True), Budget(crash_p=1, crash_d=1)),
-    "hang and abort": (Plan(ONE), Budget(deadline=1, abort=1)),
+    "hang and abort, two parcels": (Plan(ONE), Budget(deadline=1, abort=1)),
     "hang and cut": (Plan(ONE, positions=1), Budget(deadline=1, cut=1)),
     "endpoint, cut and abort": (Plan(ONE, positions=1), Budget(endpoint=1, cut=1, abort=1)),
     "death and next try where the receiver reads": (
