@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from engine.model.toy import TOY_VOCABULARY_SIZE, toy_greedy
+from engine.model.toy import TOY_VOCABULARY_SIZE
+from engine.model.toy_kv import toy_greedy
 from foundation.kv_layout import KvLayout
 
 TOY_LAYERS, TOY_HEADS, TOY_HEAD_DIM = 4, 6, 4

@@ -9,7 +9,8 @@ import pytest
 
 from engine.build import BuildOptions, EngineParts, build_engine
 from engine.loop import Engine
-from engine.model.toy import TOY_VOCABULARY_SIZE, toy_greedy, write_toy_folder
+from engine.model.toy import TOY_VOCABULARY_SIZE, write_toy_folder
+from engine.model.toy_kv import toy_greedy
 from engine.port import (
     EngineEvent,
     KvReserved,

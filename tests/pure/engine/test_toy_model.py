@@ -11,7 +11,8 @@ from step_plans import batch_plan, greedy_rows
 from tokenizers import Tokenizer
 
 from engine.build import BuildOptions, EngineParts, build_engine
-from engine.model.toy import TOY_VOCABULARY_SIZE, toy_greedy, write_toy_folder
+from engine.model.toy import TOY_VOCABULARY_SIZE, write_toy_folder
+from engine.model.toy_kv import toy_greedy
 
 PROMPT = [72, 101, 108, 108, 111] * 9
 
