@@ -143,8 +143,6 @@ def start_node(
         *options,
     ]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("DECANT_")}
-    if lanes:
-        inherited["UCX_TLS"] = lanes
     if faults:
         command.append("--enable-test-faults")
         inherited["DECANT_TEST_FAULTS"] = faults

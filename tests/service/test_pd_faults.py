@@ -5,6 +5,7 @@ Over UCX's TCP lane, as between machines; `test_pd_transfer` takes the lane that
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
