@@ -268,11 +268,18 @@ class Spent:
     def stepped(self, node: str) -> int:
         return self.grown(node, "step_tokens_sum")
 
+    def before(self, node: str, name: str) -> float:
+        return self._before[node].value(name)
+
     def failures(self, node: str) -> dict[str, int]:
-        before = self._before[node].nonzero("kv_transfer_failures_total")
-        after = self._after[node].nonzero("kv_transfer_failures_total")
-        return {
-            reason: round(count - before.get(reason, 0))
-            for reason, count in after.items()
-            if count != before.get(reason, 0)
-        }
+        """Transfers that failed, by reason."""
+        return self._by_label(node, "kv_transfer_failures_total")
+
+    def local_prefills(self, node: str) -> dict[str, int]:
+        """Prompts that the decode node computed itself, by reason."""
+        return self._by_label(node, "local_prefill_total")
+
+    def _by_label(self, node: str, name: str) -> dict[str, int]:
+        before, after = self._before[node].nonzero(name), self._after[node].nonzero(name)
+        grown = {label: round(count - before.get(label, 0)) for label, count in after.items()}
+        return {label: count for label, count in grown.items() if count}

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import openai
 import pytest
-from deployment import TOKEN_BYTES, Deployment, Generated, NodeProcess, RouterProcess, Spent
+from deployment import TOKEN_BYTES, Deployment, Generated, RouterProcess, Spent
+from pd_nodes import NodeProcess
 from references import Reference, load_references, near_tie_or_none
 from tcp_connections import carried_bytes
 
