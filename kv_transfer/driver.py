@@ -147,6 +147,9 @@ ParcelStage = Literal["gathered", "sent", "landed", "scattered"]
 class TransferObserver(Protocol):
     """Watches a driver. Called on the asyncio thread; must not wait."""
 
+    def computed(self, transfer: TransferId, positions: int) -> None:
+        """KV of positions [0, positions) stands on a prefill node. With `parcel` it makes a transfer's timeline."""
+
     def parcel(self, stage: ParcelStage, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None: ...
 
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
@@ -164,6 +167,9 @@ class MeteredTransfers:
 
     def __init__(self, metrics: NodeMetrics) -> None:
         self._metrics = metrics
+
+    def computed(self, transfer: TransferId, positions: int) -> None:
+        log.debug("computed", transfer=str(transfer), positions=positions)
 
     def parcel(self, stage: ParcelStage, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None:
         """Bytes are counted as they leave a prefill node and as they land on a decode node."""

@@ -159,6 +159,7 @@ class PrefillDriver:
             self._pump.emit(on.PrefillReserved(transfer, cached_positions, expected_positions))
 
     def computed(self, transfer: TransferId, positions: int) -> None:
+        self._observer.computed(transfer, positions)
         self._pump.emit(on.Computed(transfer, positions))
 
     def first_token(self, transfer: TransferId, tokens: Sequence[SettledToken] | None) -> None:

@@ -67,14 +67,20 @@ SHARDED = ("--tensor-parallel-size=3", "--kv-head-order=NHD")
 """Three shards of one head each."""
 
 
+TIMELINE = "--log-level=debug"
+"""The log tells when KV was computed, and when each parcel was gathered, sent, landed and scattered."""
+SMALL_SLOT_BYTES = 128 << 10
+"""Cuts even one position into more than 8 parcels."""
+
+
 def holding(parcels: int) -> NodeKind:
     return NodeKind("prefill", 16, (WHOLE_BLOCKS_A_PARCEL,), faults=f"hold_sends_from={parcels}")
 
 
 KINDS = {
     "p": NodeKind("prefill", 16, caches=True, kv_cache="640MiB"),
-    "d": NodeKind("decode", 32),
-    "p3": NodeKind("prefill", 32, (*SHARDED, "--slot-bytes=64KiB", "--log-level=debug")),
+    "d": NodeKind("decode", 32, (TIMELINE,)),
+    "p3": NodeKind("prefill", 32, (*SHARDED, f"--slot-bytes={SMALL_SLOT_BYTES}", TIMELINE)),
     "d3": NodeKind("decode", 16, SHARDED, caches=True, kv_cache="640MiB"),
     "p-flips": NodeKind("prefill", 16, (WHOLE_BLOCKS_A_PARCEL,), faults="flip_byte_of_parcel=3"),
 }

@@ -219,6 +219,9 @@ class Watcher:
     drops: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     slot_states: dict[str, int] = field(default_factory=dict)
 
+    def computed(self, transfer: TransferId, positions: int) -> None:
+        pass
+
     def parcel(self, stage: str, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None:
         self.parcels.append((stage, transfer, parcel_index, payload_bytes))
 
