@@ -14,10 +14,11 @@ Must not know: why a transfer ended, what a parcel holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from foundation.ids import CreditNumber, Incarnation, NodeId, RequestId, SessionNonce, SlotIndex, TransferId
+from kv_transfer.protocol.record import replace
 
 CREDIT_NUMBER_LIMIT = 1 << 24
 """Credit numbers have 24 bits of the tag; a session ends before they wrap."""

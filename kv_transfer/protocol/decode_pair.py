@@ -8,8 +8,6 @@ Must not know: how a transfer proceeds.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from foundation.ids import Incarnation, NodeId, TransferId
 from kv_transfer.port import BeginTransfer
 from kv_transfer.protocol.credit import CREDIT_NUMBER_LIMIT, FREE_SLOT, Arena, SlotState
@@ -43,6 +41,7 @@ from kv_transfer.protocol.messages import (
     WrongIncarnation,
 )
 from kv_transfer.protocol.peer import NOBODY, Peer, PeerState, PeerStep, hello_mismatch
+from kv_transfer.protocol.record import replace
 
 
 def begin(turn: DecodeTurn, request: BeginTransfer) -> None:

@@ -8,7 +8,6 @@ Must not know: sockets, clocks, tensors.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import assert_never
 
 from kv_transfer.protocol import decode_pair
@@ -60,6 +59,7 @@ from kv_transfer.protocol.messages import (
     Sealed,
 )
 from kv_transfer.protocol.peer import Peer, PeerState
+from kv_transfer.protocol.record import replace
 
 STALLED = {
     DecodeState.ASKED: "prefill_stalled",
@@ -202,7 +202,8 @@ def _landed(turn: DecodeTurn, event: Landed) -> None:
             arena = arena.take(event.credit, SlotStep.DROP)
             turn.out.count(event.peer, "late_parcel")
     turn.keep_arena(arena)
-    turn.grant(event.peer)
+    if arena.free_slots:
+        turn.grant(event.peer)
 
 
 def _scatter(arena: Arena, event: Landed, transfer: DecodeTransfer, slot: Slot) -> Scatter:

@@ -13,7 +13,7 @@ Must not know: slots, peers, other transfers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from foundation.ids import NodeId, TransferId
@@ -33,6 +33,7 @@ from kv_transfer.protocol.messages import (
     Sealed,
     SyncedTransfer,
 )
+from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.table import Table
 
 

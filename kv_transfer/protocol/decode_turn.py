@@ -9,7 +9,8 @@ Must not know: how an event is handled.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from foundation.ids import NodeId, TransferId
 from kv_transfer.protocol.credit import CREDIT_NUMBER_LIMIT, Arena, SlotState, SlotStep
@@ -32,6 +33,7 @@ from kv_transfer.protocol.effects import (
 from kv_transfer.protocol.local import LocalNode
 from kv_transfer.protocol.messages import Abort, Ask, Committed, Credit, Credits, Gone
 from kv_transfer.protocol.peer import Outbox, Peer, PeerState
+from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.table import Table
 
 CHOICES = 1
@@ -150,21 +152,24 @@ class DecodeTurn:
         peer = self.peers.get(node)
         if peer is None or peer.state is not PeerState.READY:
             return
-        waiting = sorted(
-            (transfer for transfer in self.transfers.values() if _wants_credits(transfer, peer.session)),
-            key=lambda transfer: transfer.turn,
-        )
-        if not waiting:
-            return
-        fresh: dict[TransferId, list[Credit]] = {transfer.id: [] for transfer in waiting}
+        waiting = sorted(self._waiting_for_credits(peer.session), key=attrgetter("turn"))
+        fresh: dict[TransferId, list[Credit]] = {}
         for transfer, parcel_index, ahead in _grant_order(waiting):
             credit = self._grant_one(transfer, parcel_index, ahead)
             if credit is None:
                 break
-            fresh[transfer.id].append(credit)
+            fresh.setdefault(transfer.id, []).append(credit)
         for transfer in waiting:
-            if fresh[transfer.id] or transfer.state is DecodeState.RESERVED:
-                self._send_credits(transfer, peer, fresh[transfer.id])
+            if transfer.state is DecodeState.RESERVED or transfer.id in fresh:
+                self._send_credits(transfer, peer, fresh.get(transfer.id, []))
+
+    def _waiting_for_credits(self, session: int) -> Iterator[DecodeTransfer]:
+        for transfer in self.transfers.values():
+            if transfer.session == session and (
+                transfer.state is DecodeState.RESERVED
+                or (transfer.state is DecodeState.LANDING and transfer.granted < len(transfer.parcels))
+            ):
+                yield transfer
 
     def _grant_one(self, transfer: DecodeTransfer, parcel_index: int, ahead: bool) -> Credit | None:
         arena = self.arenas[transfer.session]
@@ -209,14 +214,6 @@ class DecodeTurn:
     def _scatters_open(self, transfer: DecodeTransfer) -> bool:
         arena = self.arenas.get(transfer.session)
         return arena is not None and arena.scatters_open(transfer.id)
-
-
-def _wants_credits(transfer: DecodeTransfer, session: int) -> bool:
-    if transfer.session != session:
-        return False
-    return transfer.state is DecodeState.RESERVED or (
-        transfer.state is DecodeState.LANDING and transfer.granted < len(transfer.parcels)
-    )
 
 
 def _grant_order(waiting: list[DecodeTransfer]) -> Iterator[tuple[DecodeTransfer, int, bool]]:

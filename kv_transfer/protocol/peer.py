@@ -11,7 +11,7 @@ Must not know: transfers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
@@ -20,6 +20,7 @@ from kv_transfer.plan.parcels import layout_mismatch
 from kv_transfer.protocol.effects import Count, Send
 from kv_transfer.protocol.local import CutParcels
 from kv_transfer.protocol.messages import Envelope, Heartbeat, Hello, Message
+from kv_transfer.protocol.record import replace
 
 Effect = TypeVar("Effect")
 

@@ -8,8 +8,6 @@ Must not know: how a transfer proceeds.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from foundation.ids import Incarnation, NodeId, TransferId
 from kv_transfer.protocol.effects import CloseSession, CloseStream, LaneMeasured, OpenLane
 from kv_transfer.protocol.events import Beat, Fenced, LaneFailed, LaneOpened, MessageReceived, StreamLost, StreamOpened
@@ -30,6 +28,7 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.peer import NOBODY, Peer, PeerState, PeerStep, hello_mismatch
 from kv_transfer.protocol.prefill_transfer import PrefillState, PrefillTransfer, SessionOver
 from kv_transfer.protocol.prefill_turn import ClosingSession, PrefillTurn
+from kv_transfer.protocol.record import replace
 
 
 def stream_opened(turn: PrefillTurn, event: StreamOpened) -> None:

@@ -8,7 +8,6 @@ Must not know: sockets, clocks, tensors, how tickets are checked.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import assert_never
 
 from foundation.ids import NodeId
@@ -63,6 +62,7 @@ from kv_transfer.protocol.prefill_transfer import (
     Superseded,
 )
 from kv_transfer.protocol.prefill_turn import PrefillSide, PrefillTurn
+from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.sending import SendingStep
 
 BUSY_RETRY_S = 1.0

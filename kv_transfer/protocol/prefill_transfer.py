@@ -12,7 +12,7 @@ Must not know: sending slots, peers, other transfers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from foundation.ids import CreditNumber, NodeId, SessionNonce, TransferId
@@ -39,6 +39,7 @@ from kv_transfer.protocol.messages import (
     SealedParcel,
     SyncedTransfer,
 )
+from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.table import Table
 
 

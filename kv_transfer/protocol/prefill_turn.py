@@ -8,7 +8,7 @@ Must not know: how an event is handled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from foundation.ids import CreditNumber, Incarnation, NodeId, TransferId
 from kv_transfer.protocol.effects import Gather, NodeReleased, PrefillEffect
@@ -16,6 +16,7 @@ from kv_transfer.protocol.local import LocalNode
 from kv_transfer.protocol.messages import Drained, Failed, Sealed
 from kv_transfer.protocol.peer import Outbox, Peer
 from kv_transfer.protocol.prefill_transfer import AllSent, PrefillState, PrefillTransfer, Settled
+from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.sending import SendingSlots
 from kv_transfer.protocol.table import Table
 

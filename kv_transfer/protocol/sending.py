@@ -9,10 +9,11 @@ Must not know: why a transfer ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from foundation.ids import CreditNumber, RequestId, SlotIndex, TransferId
+from kv_transfer.protocol.record import replace
 
 
 class SendingState(Enum):
