@@ -4,6 +4,7 @@ A real process takes them from the environment variable DECANT_TEST_FAULTS, and 
 given. The text is `name=value` pairs, separated by commas; values count a transfer's parcels from 0:
 
     flip_byte_of_parcel=3     P flips one payload byte of parcel 3 just before it leaves, once
+    flip_next_parcel_from=0   P flips one byte of parcel 0 of one transfer, of parcel 1 of a later one, and so on
     shorten_parcel=3          P sends that parcel without its last 8 bytes, once
     stretch_parcel=3          P sends that parcel with 8 bytes more, once
     hold_sends_from=3         P never sends parcel 3 or any after it
@@ -35,6 +36,7 @@ class Faults:
     """None: this fault is off. A test may switch faults while the driver runs."""
 
     flip_byte_of_parcel: int | None = None
+    flip_next_parcel_from: int | None = None
     shorten_parcel: int | None = None
     stretch_parcel: int | None = None
     hold_sends_from: int | None = None
@@ -42,6 +44,7 @@ class Faults:
     stop_before_send: int | None = None
     kill_before_send: int | None = None
     kill_after_landed: int | None = None
+    _may_flip_next: bool = False
 
     def before_send(self, parcel_index: int, message: Bytes) -> Bytes | None:
         """What leaves instead of this message; None when nothing must."""
@@ -52,6 +55,10 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.flip_byte_of_parcel == parcel_index:
             self.flip_byte_of_parcel = None
+            message[len(message) // 3] ^= 0x10
+        self._may_flip_next |= parcel_index == 0
+        if self.flip_next_parcel_from == parcel_index and self._may_flip_next:
+            self.flip_next_parcel_from, self._may_flip_next = parcel_index + 1, False
             message[len(message) // 3] ^= 0x10
         if self.hold_sends_from is not None and parcel_index >= self.hold_sends_from:
             return None
@@ -76,7 +83,7 @@ def faults_of_process(enabled: bool) -> Faults:
     if text and not enabled:
         raise ConfigurationError(OPTION, f"is required when {VARIABLE} is set; unset the variable in production")
     faults = Faults()
-    names = [field.name for field in fields(faults)]
+    names = [field.name for field in fields(faults) if not field.name.startswith("_")]
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")
         if name not in names or not value.isdigit():
