@@ -7,12 +7,10 @@ Must not know: streams, transfers.
 
 from __future__ import annotations
 
-import math
-
 from decant_proto.v1 import node_pb2
 
 from engine.port import Mode, RequestKey, Submit
-from node.wire import sampling_from_wire, unsupported_sampling
+from node.wire import sampling_from_wire, unsound_sampling
 
 MOST_PREFILL_CHOICES = 16
 LONGEST_REQUEST_ID = 256
@@ -31,10 +29,7 @@ def refused_submission(message: node_pb2.Submit, vocabulary_size: int) -> str | 
         return "too_many_prefill_choices"
     if sampling.max_tokens < 1:
         return "invalid_max_tokens"
-    if not all(math.isfinite(value) and value >= 0 for value in (sampling.temperature, sampling.top_p, sampling.min_p)):
-        return "invalid_sampling"
-    unsupported = unsupported_sampling(sampling)
-    return None if unsupported is None else f"unsupported_{unsupported}"
+    return None if unsound_sampling(sampling, vocabulary_size) is None else "invalid_sampling"
 
 
 def start_engine_request(key: RequestKey, message: node_pb2.Submit, await_kv: bool) -> Submit:

@@ -55,6 +55,16 @@ class SamplingParameters:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     """None: no logprobs; 0: of the chosen token; n: of the n best as well."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each token once."""
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a draw depends on which tokens came before."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,31 @@ Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustments:
+    """What is added to logits, or takes from them what has been said already; only of rows that ask for it.
+
+    Everything comes from the sequence's history, so a sequence that goes on elsewhere is treated alike. Shapes: B biased
+    (row, token) pairs, A rows with penalties, H tokens of all their histories.
+    """
+
+    bias_rows: Int64
+    """[B] as `bias_tokens` and `bias_values`."""
+    bias_tokens: Int64
+    bias_values: Float32
+    rows: Int64
+    """[A] the rows that have penalties; as `repetition`, `presence` and `frequency`."""
+    repetition: Float32
+    presence: Float32
+    frequency: Float32
+    feedback: Int32
+    """[A] index into the previous launched plan's sampled tokens of an output token that the host does not know yet, or -1."""
+    history: Int64
+    """[H] token ids; as `history_of` (index into `rows`) and `generated` (part of the answer, not of the prompt)."""
+    history_of: Int64
+    generated: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Sampling of the S rows that draw a token in this step, one array a parameter, shape [S] unless said."""
 
@@ -37,6 +62,7 @@ class SamplingRows:
     """-1: none wanted; 0: of the chosen token; n: of the n best as well."""
     banned: tuple[tuple[int, int], ...] = ()
     """(row, token id) pairs that may not be drawn: stop tokens before min_tokens is reached."""
+    adjustments: Adjustments | None = None
 
 
 @dataclass(frozen=True, slots=True)

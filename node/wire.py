@@ -5,6 +5,7 @@ Must not know: streams, roles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from decant_proto.v1 import types_pb2
@@ -20,21 +21,30 @@ FINISH_REASONS: dict[FinishReason, types_pb2.FinishReason.ValueType] = {
     FinishReason.FAILED: types_pb2.FINISH_REASON_FAILED,
 }
 
+SOUND_AMOUNT = 1000.0
+"""What is added to logits, or multiplied with them, stays so small that no float32 becomes infinite."""
+
 _ROLES: dict[Role, types_pb2.Role.ValueType] = {
     Role.PREFILL: types_pb2.ROLE_PREFILL,
     Role.DECODE: types_pb2.ROLE_DECODE,
 }
 
 
-def unsupported_sampling(message: types_pb2.SamplingParameters) -> str | None:
-    """Name of the first field that asks for what this engine cannot do; None when it can do all of it."""
-    if message.repetition_penalty not in (0.0, 1.0):
+def unsound_sampling(message: types_pb2.SamplingParameters, vocabulary_size: int) -> str | None:
+    """Name of the first field that would break a step for everybody; None when all are sound.
+
+    Routers check what clients write; this is a node's own last look.
+    """
+    for name in ("temperature", "top_p", "min_p"):
+        value: float = getattr(message, name)
+        if not (math.isfinite(value) and value >= 0):
+            return name
+    if message.repetition_penalty and not 1 / SOUND_AMOUNT <= message.repetition_penalty <= SOUND_AMOUNT:
         return "repetition_penalty"
-    if message.presence_penalty:
-        return "presence_penalty"
-    if message.frequency_penalty:
-        return "frequency_penalty"
-    if message.logit_bias:
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not abs(getattr(message, name)) <= SOUND_AMOUNT:
+            return name
+    if not all(token < vocabulary_size and abs(bias) <= SOUND_AMOUNT for token, bias in message.logit_bias.items()):
         return "logit_bias"
     return None
 
@@ -52,6 +62,10 @@ def sampling_from_wire(message: types_pb2.SamplingParameters) -> SamplingParamet
         ignore_eos=message.ignore_eos,
         stop_token_ids=tuple(message.stop_token_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
     )
 
 

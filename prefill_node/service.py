@@ -26,7 +26,7 @@ from foundation.log import get_logger
 from foundation.metrics import NodeMetrics
 from kv_transfer.port import PrefillRequest, PrefillTransfers, SettledToken
 from node.router_stream import Attachment
-from node.wire import sampling_from_wire, unsupported_sampling
+from node.wire import sampling_from_wire, unsound_sampling
 
 WAITING_A_SEAT = 4
 """Requests that may wait for each sequence of a step; beyond that an Ask is refused with a retry hint."""
@@ -105,7 +105,7 @@ class PrefillService:
             return
         key = request_key(request.transfer)
         assert key not in self._prefills, f"{key} asked twice"
-        declined = unsupported_sampling(sampling) is not None or request.choices > 1
+        declined = request.choices > 1
         length = len(request.prompt) + len(request.settled)
         self._prefills[key] = _Prefill(request.transfer, length, declined, self._loop.time())
         self.idle.clear()
@@ -126,7 +126,7 @@ class PrefillService:
             return "draining", RETRY_AFTER_S
         if len(self._prefills) >= (1 + WAITING_A_SEAT) * self._config.max_num_seqs:
             return "overloaded", RETRY_AFTER_S
-        if sampling.max_tokens < 1:
+        if sampling.max_tokens < 1 or unsound_sampling(sampling, self._vocabulary_size) is not None:
             return "invalid_sampling", 0.0
         if not request.prompt:
             return "prompt_empty", 0.0

@@ -365,7 +365,10 @@ def _sampling_message(sampling: Sampling) -> types_pb2.SamplingParameters:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs,
-        repetition_penalty=1.0,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
     )
 
 

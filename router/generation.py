@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 MOST_STOP_TOKEN_IDS = 256
 LONGEST_STOP_CHARACTERS = 1024
+MOST_BIASES = 1024
+LARGEST_BIAS = 100.0
+LARGEST_PENALTY = 2.0
+REPETITION_PENALTIES = (0.01, 100.0)
 LARGEST_TOKEN_COUNT = 1 << 31
 SEED_RANGE = 1 << 64
 
@@ -66,6 +70,7 @@ class SamplingDefaults:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,10 @@ class SamplingWishes:
     logprobs: int | None = None
     include_stop: bool | None = None
     skip_special_tokens: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     max_tokens_parameter: str = "max_tokens"
     """The field that gave `max_tokens`, for messages."""
     logprobs_parameter: str = "logprobs"
@@ -109,6 +118,10 @@ class Sampling:
     """What ends the answer (a stop string, or the text of a stop token) belongs to its text."""
     skip_special_tokens: bool = True
     """Special tokens write nothing."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +160,11 @@ def checked_sampling(
     top_k = defaults.top_k if wishes.top_k is None else wishes.top_k
     if not (top_k == -1 or 0 <= top_k < LARGEST_TOKEN_COUNT):
         raise invalid("top_k", f"top_k must be -1 or 0 (off), or a positive whole number, not {top_k}")
+    repetition = defaults.repetition_penalty if wishes.repetition_penalty is None else wishes.repetition_penalty
+    _check_number("repetition_penalty", repetition, *REPETITION_PENALTIES)
+    presence, frequency = wishes.presence_penalty or 0.0, wishes.frequency_penalty or 0.0
+    _check_number("presence_penalty", presence, -LARGEST_PENALTY, LARGEST_PENALTY)
+    _check_number("frequency_penalty", frequency, -LARGEST_PENALTY, LARGEST_PENALTY)
     if wishes.seed is not None and not -(SEED_RANGE >> 1) <= wishes.seed < SEED_RANGE:
         raise invalid("seed", f"seed must fit 64 bits, not {wishes.seed}")
     if wishes.logprobs is not None and not 0 <= wishes.logprobs <= MOST_LOGPROBS:
@@ -170,6 +188,10 @@ def checked_sampling(
         logprobs=wishes.logprobs,
         include_stop=bool(wishes.include_stop),
         skip_special_tokens=wishes.skip_special_tokens is not False,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=_checked_biases(wishes.logit_bias, vocabulary_size),
     )
 
 
@@ -241,3 +263,17 @@ def _checked_stop_token_ids(token_ids: Sequence[int], vocabulary_size: int) -> t
                 "stop_token_ids", f"stop_token_ids holds {token_id}; the vocabulary has 0 to {vocabulary_size - 1}"
             )
     return tuple(token_ids)
+
+
+def _checked_biases(biases: Mapping[int, float], vocabulary_size: int) -> dict[int, float]:
+    if len(biases) > MOST_BIASES:
+        raise invalid("logit_bias", f"logit_bias may hold at most {MOST_BIASES} tokens, not {len(biases)}")
+    for token_id, bias in biases.items():
+        if not 0 <= token_id < vocabulary_size:
+            raise invalid("logit_bias", f"logit_bias holds {token_id}; the vocabulary has 0 to {vocabulary_size - 1}")
+        if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
+            raise invalid(
+                "logit_bias",
+                f"the values of logit_bias must lie between {-LARGEST_BIAS:g} and {LARGEST_BIAS:g}, not {bias}",
+            )
+    return dict(biases)

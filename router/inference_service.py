@@ -107,6 +107,10 @@ def _wishes(request: inference_pb2.GenerateRequest) -> SamplingWishes:
         stop_token_ids=tuple(asked.stop_token_ids),
         stop=tuple(request.stop),
         logprobs=asked.logprobs if given("logprobs") else None,
+        repetition_penalty=asked.repetition_penalty if given("repetition_penalty") else None,
+        presence_penalty=asked.presence_penalty if given("presence_penalty") else None,
+        frequency_penalty=asked.frequency_penalty if given("frequency_penalty") else None,
+        logit_bias=dict(asked.logit_bias),
     )
 
 

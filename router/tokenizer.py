@@ -194,7 +194,7 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    known = ("temperature", "top_k", "top_p", "min_p")
+    known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return SamplingDefaults(
         **{name: generation_config[name] for name in known if generation_config.get(name) is not None}
     )

@@ -115,7 +115,7 @@ class DecoderProgram:
         inputs = step_inputs(plan, self._previous_tokens, self._device)
         attention = self._attention.prepare(plan, zero_unread)
         logits = self._decoder.forward(inputs.token_ids, inputs.positions, attention, inputs.sample_tokens)
-        return sample(logits, plan.sampling)
+        return sample(logits, plan.sampling, self._previous_tokens)
 
 
 def _all_finite(sampled: Sampled) -> bool:

@@ -41,7 +41,7 @@ class ToyProgram:
             context = int(plan.context_lengths[row] - (plan.query_start[row + 1] - 1 - token))
             kv = self._pool.read(plan.block_tables[row], context)
             logits[sample_index] = toy_logits_of_kv(kv, self._vocabulary_size)
-        sampled = sample(torch.from_numpy(logits), plan.sampling)
+        sampled = sample(torch.from_numpy(logits), plan.sampling, torch.from_numpy(self._previous_tokens))
         self._previous_tokens = sampled.token_ids.numpy()
         optional = (sampled.logprobs, sampled.top_token_ids, sampled.top_logprobs)
         return StepResult(self._previous_tokens, *(None if tensor is None else tensor.numpy() for tensor in optional))

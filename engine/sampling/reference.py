@@ -32,7 +32,7 @@ def noise(seed: int, choice_index: int, position: int, token_id: int, stream: in
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Sampling of one row; the fields are those of `engine.step.SamplingRows`."""
+    """Sampling of one row; the fields are those of `engine.step.SamplingRows` and `engine.step.Adjustments`."""
 
     temperature: float
     seed: int = 0
@@ -42,6 +42,26 @@ class Row:
     top_p: float = 1.0
     min_p: float = 0.0
     banned: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    prompt: tuple[int, ...] = ()
+    """Only penalties look at it, and at the answer."""
+    answer: tuple[int, ...] = ()
+
+
+def adjusted(logits: Sequence[float], row: Row) -> list[float]:
+    """Logits with bias added and penalties taken off, by OpenAI's formula and, for repetition, by that of CTRL (Keskar and
+    others, 2019), as Hugging Face and vLLM have it."""
+    values = [float(value) for value in logits]
+    for token, bias in row.bias:
+        values[token] += bias
+    for token in {*row.prompt, *row.answer}:
+        values[token] = values[token] / row.repetition if values[token] > 0 else values[token] * row.repetition
+    for token in set(row.answer):
+        values[token] -= row.frequency * row.answer.count(token) + row.presence
+    return values
 
 
 def kept_tokens(scaled: Sequence[float], row: Row) -> list[int]:
@@ -66,7 +86,7 @@ def kept_tokens(scaled: Sequence[float], row: Row) -> list[int]:
 
 def scores(logits: Sequence[float], row: Row) -> dict[int, float]:
     """Score of each token that may be drawn; the greatest wins, and of equal ones the lowest id."""
-    allowed = [-math.inf if token in row.banned else float(value) for token, value in enumerate(logits)]
+    allowed = [-math.inf if token in row.banned else value for token, value in enumerate(adjusted(logits, row))]
     if row.temperature == 0:
         return dict(enumerate(allowed))
     scaled = [value / row.temperature for value in allowed]

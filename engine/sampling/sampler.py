@@ -1,8 +1,9 @@
 """Tokens from logits, for a whole batch, touching for each feature only the rows that asked for it.
 
-Order: logprobs of the raw distribution; banned tokens; then, for rows with a temperature, temperature, min-p, top-k, top-p (each
-over what the one before left, as vLLM orders them) and a Gumbel-max draw. Filters are thresholds on the logit: tokens that tie
-with the last one kept are kept as well, so that no order of equal logits can matter. A batch of greedy rows costs one argmax.
+Order: logprobs of the raw distribution; banned tokens; bias and penalties; then, for rows with a temperature, temperature,
+min-p, top-k, top-p (each over what the one before left, as vLLM orders them) and a Gumbel-max draw. Filters are thresholds on
+the logit: tokens that tie with the last one kept are kept as well, so that no order of equal logits can matter. A batch of
+greedy rows costs one argmax.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.sampling.adjust import adjust
 from engine.sampling.noise import draw_keys, gumbel_noise
 from engine.step import SamplingRows
 
@@ -35,13 +37,18 @@ class Sampled:
     top_logprobs: torch.Tensor | None = None
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
-    """Draw a token for each row of `logits` [S, vocabulary], which may be overwritten."""
+def sample(logits: torch.Tensor, rows: SamplingRows, previous_tokens: torch.Tensor | None = None) -> Sampled:
+    """Draw a token for each row of `logits` [S, vocabulary], which may be overwritten.
+
+    `previous_tokens` are the samples of the plan launched before; needed when an adjustment's `feedback` names any.
+    """
     wanted = np.flatnonzero(rows.logprobs >= 0)
     raw_logprobs = torch.log_softmax(logits[_index(wanted)].float(), dim=-1) if len(wanted) else None
     if rows.banned:
         banned = torch.tensor(rows.banned, device=logits.device)
         logits[banned[:, 0], banned[:, 1]] = float("-inf")
+    if rows.adjustments is not None:
+        adjust(logits, rows.adjustments, previous_tokens)
     best_logits, tokens = logits.max(dim=-1)
     drawn = np.flatnonzero(rows.temperature > 0)
     if len(drawn):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.request import Request
+from engine.scheduler.adjustments import adjustments
 from engine.scheduler.seats import Seats
 from engine.step import SamplingRows, StepPlan
 
@@ -51,7 +52,7 @@ def build(seats: Seats, number: int, settled_step: int, rows: Int64, counts: Int
         context_lengths=ends.astype(np.int32),
         block_tables=seats.table.rows(rows, ends),
         sample_tokens=query_start[1:][drawing] - 1,
-        sampling=_sampling(seats, drawing_seats),
+        sampling=_sampling(seats, settled_step, drawing_seats),
     )
     seats.scheduled[rows] = ends
     seats.length[drawing_seats] += 1
@@ -81,7 +82,7 @@ def _inputs(
     return token_ids, feedback
 
 
-def _sampling(seats: Seats, drawing: Int64) -> SamplingRows:
+def _sampling(seats: Seats, settled_step: int, drawing: Int64) -> SamplingRows:
     short = np.flatnonzero(seats.length[drawing] < seats.min_length[drawing])
     banned = tuple(
         (row, token_id)
@@ -98,4 +99,5 @@ def _sampling(seats: Seats, drawing: Int64) -> SamplingRows:
         position=seats.length[drawing],
         logprobs=seats.logprobs[drawing],
         banned=banned,
+        adjustments=adjustments(seats, drawing, settled_step),
     )

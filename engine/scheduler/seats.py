@@ -56,6 +56,8 @@ class Seats:
         self.seed = np.zeros(count, np.uint64)
         self.choice_index = np.zeros(count, np.int32)
         self.logprobs = np.zeros(count, np.int32)
+        self.adjusted = np.zeros(count, np.bool_)
+        """Those whose logits are biased or penalized."""
 
     @property
     def empty(self) -> int:
@@ -91,6 +93,7 @@ class Seats:
         self.seed[seat] = sampling.seed
         self.choice_index[seat] = request.choice_index
         self.logprobs[seat] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.adjusted[seat] = bool(sampling.logit_bias) or sampling.penalizes
         request.stage = Stage.RUNNING
 
     def leave(self, request: Request) -> None:

@@ -19,15 +19,12 @@ from router.generation import RequestRefused, SamplingWishes, invalid
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 128
 MOST_CHOICES = 128
+LONGEST_TOKEN_ID = 10
 
 _OFF: tuple[Any, ...] = (None, False, 0, [], {})
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "frequency_penalty": _OFF,
-    "presence_penalty": _OFF,
-    "repetition_penalty": (None, 1),
     "length_penalty": (None, 1),
-    "logit_bias": _OFF,
     "suffix": (None, ""),
     "response_format": (None, {"type": "text"}),
     "guided_json": (None,),
@@ -90,6 +87,10 @@ class _Generating(_Body):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -241,6 +242,7 @@ def read_body(kind: type[BodyT], raw: bytes) -> BodyT:
 
 
 def _plain_wishes(body: _Generating) -> Mapping[str, Any]:
+    """Raises RequestRefused."""
     return {
         "temperature": body.temperature,
         "top_k": body.top_k,
@@ -252,7 +254,19 @@ def _plain_wishes(body: _Generating) -> Mapping[str, Any]:
         "include_stop": body.include_stop_str_in_output,
         "skip_special_tokens": body.skip_special_tokens,
         "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "logit_bias": _biases(body.logit_bias or {}),
     }
+
+
+def _biases(written: Mapping[str, float]) -> dict[int, float]:
+    """JSON's keys are strings; these are token ids."""
+    for token in written:
+        if not (token.isascii() and token.isdigit() and len(token) <= LONGEST_TOKEN_ID):
+            raise invalid("logit_bias", f"logit_bias must map token ids to numbers; {token[:40]!r} is no token id")
+    return {int(token): bias for token, bias in written.items()}
 
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:

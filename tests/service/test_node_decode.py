@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import subprocess
 import sys
@@ -142,7 +143,7 @@ async def test_the_deadline_ends_a_request_by_name(router: RouterClient) -> None
         ([TOY_VOCABULARY_SIZE], greedy(4), "token_outside_vocabulary"),
         ([1], greedy(0), "invalid_max_tokens"),
         ([1], types_pb2.SamplingParameters(temperature=float("nan"), max_tokens=4), "invalid_sampling"),
-        ([1], types_pb2.SamplingParameters(max_tokens=4, presence_penalty=1.0), "unsupported_presence_penalty"),
+        ([1], types_pb2.SamplingParameters(max_tokens=4, presence_penalty=math.nan), "invalid_sampling"),
         ([1] * 4096, greedy(4), "prompt_too_long"),
     ],
 )

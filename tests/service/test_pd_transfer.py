@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -132,6 +133,30 @@ async def test_sampled_tokens_do_not_depend_on_where_they_were_drawn(pair: Pair)
     alone = await pair.submit(prompt, sampling, prefill=()).end(20)
     apart = await pair.submit(prompt, sampling, decode="forgetful").end(20)
     assert apart.tokens == alone.tokens
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.25},
+    {"presence_penalty": -1.5, "frequency_penalty": -0.5},
+    {"logit_bias": {7: 50.0, 9: -100.0}},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.75, "logit_bias": {7: 3.0}, "temperature": 0.75},
+]
+
+
+@pytest.mark.parametrize("changes", PENALTIES, ids=lambda changes: "+".join(changes))
+async def test_penalties_and_bias_act_alike_wherever_a_token_is_drawn(pair: Pair, changes: dict[str, Any]) -> None:
+    sampling = types_pb2.SamplingParameters(seed=5, max_tokens=16, ignore_eos=True)
+    sampling.MergeFrom(types_pb2.SamplingParameters(**changes))
+    prompt = toy_prompt(50, seed=14)
+    alone = await pair.submit(prompt, sampling, prefill=()).end(20)
+    assert len(alone.tokens) == 16, alone.failure
+    assert alone.tokens != toy_answer(prompt, 16)
+    apart = await pair.submit(prompt, sampling, decode="forgetful").end(20)
+    assert apart.account is not None
+    assert apart.account.transferred == 50
+    assert apart.tokens == alone.tokens
+    resumed = await pair.submit(prompt, sampling, decode="forgetful", settled=alone.tokens[:7]).end(20)
+    assert resumed.tokens == alone.tokens[7:]
 
 
 async def test_f05_settled_tokens_are_part_of_what_is_asked_for(pair: Pair) -> None:

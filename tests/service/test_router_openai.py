@@ -329,3 +329,20 @@ async def test_token_ids_beside_the_text(folder: Path) -> None:
     assert (whole["choices"][0]["token_ids"], whole["choices"][0]["prompt_token_ids"]) == (expected, list(b"hello"))
     assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == expected
     assert chunks[0].choices[0].prompt_token_ids == list(b"hello")
+
+
+async def test_penalties_and_bias_reach_the_node(folder: Path) -> None:
+    node = FakeNode("d0")
+    async with router_with(folder, node) as router:
+        await router.openai().completions.create(
+            model=router.model,
+            prompt="hello",
+            max_tokens=2,
+            presence_penalty=0.5,
+            frequency_penalty=-1.5,
+            logit_bias={"101": 5, "7": -100},
+            extra_body={"repetition_penalty": 1.25},
+        )
+    sampling = node.submits[0].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.5, 1.25)
+    assert dict(sampling.logit_bias) == {101: 5.0, 7: -100.0}

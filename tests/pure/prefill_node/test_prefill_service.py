@@ -103,8 +103,8 @@ async def test_f10_a_release_before_the_end_stops_the_computation(
     assert len(desk.commands) == 2
 
 
-async def test_what_cannot_be_sampled_here_is_declined_and_its_kv_computed_all_the_same(desk: Desk) -> None:
-    desk.ask(presence_penalty=1.0)
+async def test_first_tokens_of_several_answers_are_declined_and_the_kv_computed_all_the_same(desk: Desk) -> None:
+    desk.ask(choices=2)
     desk.service.engine_events([RESERVED, KvComputed(KEY, 41), SAMPLED])
     assert desk.transfers.calls[-1] == ("first_token", TRANSFER, None)
 

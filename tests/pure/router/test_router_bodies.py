@@ -53,6 +53,10 @@ def accepted(body: CompletionBody | ChatBody) -> None:
     assert 0 <= sampling.min_tokens <= sampling.max_tokens
     assert 1 <= sampling.max_tokens <= 512 - 5
     assert all(sampling.stop)
+    assert 0.01 <= sampling.repetition_penalty <= 100
+    assert abs(sampling.presence_penalty) <= 2
+    assert abs(sampling.frequency_penalty) <= 2
+    assert all(0 <= token < 257 and abs(bias) <= 100 for token, bias in sampling.logit_bias.items())
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
