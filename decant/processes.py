@@ -46,7 +46,7 @@ def decode(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     )
     if _printed(parsed):
         return 0
-    require_node_ports(parsed.options)
+    require_node_ports(parsed.options, data_port_may_linger=True)
     from decode_node.main import run
 
     return run(parsed.options)
@@ -69,9 +69,9 @@ def router(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return run(parsed.options)
 
 
-def require_node_ports(options: NodeOptions) -> None:
+def require_node_ports(options: NodeOptions, *, data_port_may_linger: bool = False) -> None:
     require_free_port("--control-port", options.host, options.control_port)
-    require_free_port("--data-port", options.host, options.data_port)
+    require_free_port("--data-port", options.host, options.data_port, may_linger=data_port_may_linger)
     require_free_port("--http-port", options.host, options.http_port)
 
 

@@ -18,6 +18,7 @@ from node.transfer_setup import (
     node_identity,
     open_transport,
     transfer_limits,
+    ucx_ports,
 )
 
 
@@ -41,7 +42,7 @@ class DecodeRole:
         self._driver: DecodeDriver | None = None
 
     async def start(self) -> None:
-        self._transport = open_transport(data_ports=f"{self._options.data_port}-{self._options.data_port}")
+        self._transport = open_transport(data_ports=ucx_ports(self._options))
         self._driver = DecodeDriver(
             node_identity(self._parts),
             kv_pool(self._parts),

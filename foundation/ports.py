@@ -12,9 +12,14 @@ import socket
 
 from foundation.errors import ConfigurationError
 
+CONNECT_LIMIT_S = 1.0
 
-def require_free_port(setting: str, host: str, port: int) -> None:
-    """Raises ConfigurationError naming `setting` (or --host) when nothing can listen on host:port now."""
+
+def require_free_port(setting: str, host: str, port: int, *, may_linger: bool = False) -> None:
+    """Raises ConfigurationError naming `setting` (or --host) when nothing can listen on host:port now.
+
+    `may_linger`: a port that only connections of a dead process still hold is good enough.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -24,7 +29,30 @@ def require_free_port(setting: str, host: str, port: int) -> None:
         try:
             probe.bind(address)
         except OSError as error:
+            if may_linger and error.errno == errno.EADDRINUSE and not _somebody_listens(host, port):
+                return
             raise _refusal(setting, host, port, error) from None
+
+
+def lingers(port: int) -> bool:
+    """Whether a listener without SO_REUSEADDR is refused this port on some address of this machine.
+
+    Connections of a process that was killed hold its port for up to a minute, until the other ends have closed theirs too.
+    """
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _somebody_listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), CONNECT_LIMIT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _refusal(setting: str, host: str, port: int, error: OSError) -> ConfigurationError:

@@ -12,6 +12,7 @@ import os
 from engine.port import EngineStatus
 from foundation.errors import ConfigurationError
 from foundation.log import get_logger
+from foundation.ports import lingers
 from kv_transfer.driver import EngineProgress, NodeIdentity, TransferLimits
 from kv_transfer.faults import Faults, faults_of_process
 from kv_transfer.pool_copy import KvPool
@@ -56,6 +57,17 @@ def engine_progress(status: EngineStatus) -> EngineProgress:
 def faults_wanted(options: NodeOptions) -> Faults:
     """None, unless this is a test that says so twice."""
     return faults_of_process(options.enable_test_faults)
+
+
+def ucx_ports(options: NodeOptions) -> str | None:
+    """The one port on which UCX's own connections arrive at a decode node; None, any, while that port cannot be had.
+
+    UCX listens without SO_REUSEADDR, so that for up to a minute after a kill it could not listen where its former life did.
+    """
+    if lingers(options.data_port):
+        log.warning("data port lingers", data_port=options.data_port, instead="UCX listens on a port of its own choice")
+        return None
+    return f"{options.data_port}-{options.data_port}"
 
 
 def open_transport(data_ports: str | None = None) -> Transport:
