@@ -68,7 +68,9 @@ class DataSessions:
     def close(self, peer: NodeId, session: int) -> None:
         """Idempotent while the session is open; `Fenced` follows when the lane can prove it, or nothing was ever opened."""
         entry = self._entries.setdefault(session, _Entry(peer, lambda fence: None))
+        entry.failure = None  # whoever has ended the session waits for its fence alone
         if entry.closing is None:
+            log.info("session closed", peer=peer, session=f"{session:#x}")
             entry.closing = watched(self._close(entry, session))
 
     async def close_all(self) -> None:
