@@ -229,6 +229,7 @@ class MemorySession:
                 self.peer.lose("peer_closed")
             self.transport.forget(self._nonces)
         await self._ended.wait()
+        await asyncio.sleep(0)  # what was told just now is heard before this returns
         late = [message.receive for message in self.transport.network.moving if message.receive is not None]
         late_tags = frozenset(receive.tag for receive in late if receive.session is self)
         return NotFenced(self.session, late_tags) if not self.lane.fences else mint_fence(self.session)
@@ -327,6 +328,9 @@ class MemoryTransport:
         elif self.alive:
             asyncio.get_running_loop().call_soon(callback, news)
 
+    def new_session(self, session: int, lost: LostCallback) -> MemorySession:
+        return MemorySession(self, session, lost)
+
     async def listen(self, host: str, port: int) -> str:
         address = f"{host}:{port or self.network.free_port()}"
         if address in self.network.listeners:
@@ -353,7 +357,7 @@ class MemoryTransport:
         if arrived is None or their_lost is None:
             peer.strangers_refused += 1
             raise TransportError("not_expected", f"{address} does not expect session {session:#x}")
-        ours, theirs = MemorySession(self, session, lost), MemorySession(peer, session, their_lost)
+        ours, theirs = self.new_session(session, lost), peer.new_session(session, their_lost)
         ours.peer, theirs.peer = theirs, ours
         self._sessions.append(ours)
         peer._sessions.append(theirs)

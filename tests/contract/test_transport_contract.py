@@ -353,6 +353,16 @@ async def test_a_send_that_nobody_takes_fails_when_the_peer_dies(world: World) -
 
 
 @on_all_lanes
+async def test_closing_returns_only_when_every_open_operation_has_said_how_it_ended(world: World) -> None:
+    near = await Near.dial(world, await world.listen())
+    sent = near.send(tag(0), pattern(MIDDLE_BYTES, 15))
+    received = near.receive(tag(1), np.zeros(MIDDLE_BYTES, np.uint8))
+    await near.session.close()
+    assert sent.done()
+    assert received.done()
+
+
+@on_all_lanes
 async def test_f32_a_data_port_in_use_is_named(world: World) -> None:
     address = await world.listen()
     with pytest.raises(TransportError, match=r"address_in_use: --data-port \d+"):
