@@ -5,7 +5,10 @@ Only a node's main knows both engine and transfers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from decode_node.service import DecodeService
+from foundation.ids import NodeId
 from kv_transfer.decode_driver import DecodeDriver
 from kv_transfer.driver import MeteredTransfers
 from kv_transfer.transport.base import Transport
@@ -40,6 +43,11 @@ class DecodeRole:
         )
         self._transport: Transport | None = None
         self._driver: DecodeDriver | None = None
+        self._observer = MeteredTransfers(parts.metrics)
+
+    @property
+    def lanes(self) -> Mapping[NodeId, float]:
+        return self._observer.bytes_per_second
 
     async def start(self) -> None:
         self._transport = open_transport(data_ports=ucx_ports(self._options))
@@ -50,7 +58,7 @@ class DecodeRole:
             self._transport,
             self.service,
             lambda: engine_progress(self._parts.engine.status()),
-            MeteredTransfers(self._parts.metrics),
+            self._observer,
             faults_wanted(self._options),
         )
         self.service.use(self._driver)

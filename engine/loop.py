@@ -13,6 +13,7 @@ Must not know: torch, asyncio, gRPC, UCX.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from engine.kv_cache.block_pool import UInt64
 from engine.port import Command, EngineEvent, EngineStatus, RequestFailed, Submit
 from engine.scheduler.plan import Scheduled
 from engine.scheduler.scheduler import Scheduler
+from engine.speed import PromptSpeed
 from engine.step import LaunchedStep, Runner
 
 logger = structlog.get_logger(__name__)
@@ -33,6 +35,7 @@ logger = structlog.get_logger(__name__)
 class _InFlight:
     scheduled: Scheduled
     launched: LaunchedStep
+    launched_s: float
 
 
 class Engine:
@@ -45,6 +48,7 @@ class Engine:
         self._depth = 1 if config.overlap else 0
         self._step_tokens = 0
         self._advanced = False
+        self._speed = PromptSpeed()
 
     def take(self, command: Command) -> None:
         self.scheduler.take(command)
@@ -56,16 +60,19 @@ class Engine:
         """
         scheduled = self.scheduler.plan()
         if scheduled is not None:
-            self._in_flight.append(_InFlight(scheduled, self._runner.launch(scheduled.plan)))
+            launched_s = time.perf_counter()
+            self._in_flight.append(_InFlight(scheduled, self._runner.launch(scheduled.plan), launched_s))
         self._advanced = bool(self._in_flight)
         while len(self._in_flight) > (self._depth if scheduled is not None else 0):
             oldest = self._in_flight.popleft()
             self.scheduler.settle(oldest.scheduled, oldest.launched.result())
             self._step_tokens += oldest.scheduled.plan.tokens
+            self._speed.settled(oldest.scheduled.plan.tokens, oldest.launched_s, time.perf_counter())
         return self.scheduler.drain()
 
     def status(self) -> EngineStatus:
-        return self.scheduler.status(has_work=self._advanced, step_tokens=self._step_tokens)
+        status = self.scheduler.status(has_work=self._advanced, step_tokens=self._step_tokens)
+        return replace(status, tokens_per_second=self._speed.tokens_per_second)
 
     def fail_all(self, reason: str) -> list[EngineEvent]:
         self.scheduler.fail_all(reason)

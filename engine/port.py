@@ -223,6 +223,8 @@ class EngineStatus:
     """A step runs or can be launched: `steps` must advance. False while all that is left waits for a command."""
     step_tokens: int = 0
     """Tokens that all settled steps have computed."""
+    tokens_per_second: float = 0.0
+    """How fast steps that hold prompts have been of late; 0: none has been yet."""
     preemptions: int = 0
     skips: dict[str, int] = field(default_factory=dict)
     """Steps in which somebody had to wait, by reason."""

@@ -31,7 +31,7 @@ KV_BLOCK_STATES = ("free", "cached", "in_use")
 STAGING_SLOT_STATES = ("free", "posted", "landed", "scattering", "sending", "quarantined")
 SCHEDULER_SKIP_REASONS = ("no_free_blocks", "token_budget", "max_num_seqs", "blocks_settling")
 LOCAL_PREFILL_REASONS = (
-    *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off"),
+    *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "decode_is_faster"),
     *("refused", "silent", "prefill_stalled", "transfer_stalled", "peer_closed", "deadline", "transfer_failed"),
 )
 SESSION_END_REASONS = (
@@ -41,6 +41,7 @@ SESSION_END_REASONS = (
 LANE_FAILURE_REASONS = (
     *("unreachable", "dial_timeout", "not_expected", "garbage", "bad_address", "address_in_use", "ucx_unavailable"),
     *("lane_cannot_fence", "self_test_failed", "self_test_timeout", "staging_exhausted", "quarantine_full"),
+    "slot_bytes_too_small",
 )
 TRANSFER_FAILURE_REASONS = (
     *("bad_digest", "bad_length", "message_truncated", "bad_manifest", "bad_offer", "bad_credits", "bad_first_token"),
@@ -81,6 +82,12 @@ DROPPED_REASONS = (
     *("stream_lost", "resolved_already", "late_parcel", "late_session_closed", "failed_after_sealed"),
     *(f"{how}_{message}" for how in ("late", "unknown", "unexpected") for message in _MESSAGES),
 )
+
+PLACEMENT_REASONS = (
+    *("prefill_is_faster", "decode_is_faster", "unmeasured", "always"),
+    *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off"),
+)
+PREDICTION_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
 
 LATENCY_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
@@ -169,10 +176,19 @@ class RouterMetrics(ServingMetrics):
         self.requests_refused_total = self._by_reason(
             "requests_refused_total",
             "Requests refused before they started",
-            ("invalid", "overloaded", "no_node", "draining"),
+            ("invalid", "overloaded", "no_node", "draining", "deadline_unmeetable"),
         )
         self.request_attempts_total = self._by_reason(
             "request_attempts_total", "Assignments to decode nodes, by why", ("first", "node_lost", "node_refused")
+        )
+        self.placements_total = self._by_reason(
+            "placements_total", "Where prompts were sent to be computed, by why", PLACEMENT_REASONS
+        )
+        self.predicted_time_to_first_token_seconds = self._histogram(
+            "predicted_time_to_first_token_seconds", "The cost model's prediction of the way taken", LATENCY_BUCKETS_S
+        )
+        self.prediction_ratio = self._histogram(
+            "prediction_ratio", "Time to first token as it was, over its prediction", PREDICTION_RATIO_BUCKETS
         )
         self.nodes = self._by_state("nodes", "Nodes that this router is attached to, by role", ("prefill", "decode"))
 

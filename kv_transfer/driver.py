@@ -162,11 +162,16 @@ class TransferObserver(Protocol):
         """How many staging slots are in each state of `foundation.metrics.STAGING_SLOT_STATES`."""
 
 
+OTHER_DIRECTION = "/to_peer"
+
+
 class MeteredTransfers:
     """The observer of a real node: metrics and logs."""
 
     def __init__(self, metrics: NodeMetrics) -> None:
         self._metrics = metrics
+        self.bytes_per_second: dict[NodeId, float] = {}
+        """Of the lane from each peer, as last measured here."""
 
     def computed(self, transfer: TransferId, positions: int) -> None:
         log.debug("computed", transfer=str(transfer), positions=positions)
@@ -180,6 +185,8 @@ class MeteredTransfers:
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
         log.info("lane measured", peer=peer, lane=lane, gigabytes_per_second=round(gigabytes_per_second, 3))
         self._metrics.kv_lane_gigabytes_per_second.labels(peer, lane).set(gigabytes_per_second)
+        if not lane.endswith(OTHER_DIRECTION):
+            self.bytes_per_second[peer] = gigabytes_per_second * 1e9
 
     def dropped(self, peer: NodeId, reason: str) -> None:
         log.info("dropped", peer=peer, reason=reason)

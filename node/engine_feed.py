@@ -7,12 +7,16 @@ Must not know: roles, requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from decant_proto.v1 import node_pb2
 
 from engine.port import EngineStatus
+from foundation.ids import NodeId
 from foundation.metrics import NodeMetrics
+
+NO_LANES: Mapping[NodeId, float] = MappingProxyType({})
 
 
 class EngineFeed:
@@ -46,7 +50,10 @@ class EngineFeed:
         self._metrics.requests_waiting.set(status.waiting)
         self._metrics.kv_blocks.set(free=status.blocks_free, cached=status.blocks_cached, in_use=status.blocks_in_use)
 
-    def node_status(self, problems: tuple[str, ...], draining: bool, epoch: int) -> node_pb2.NodeStatus:
+    def node_status(
+        self, problems: tuple[str, ...], draining: bool, epoch: int, lanes: Mapping[NodeId, float] = NO_LANES
+    ) -> node_pb2.NodeStatus:
+        """`lanes`: bytes a second from each peer."""
         status = self._status()
         return node_pb2.NodeStatus(
             ready=not problems,
@@ -60,4 +67,6 @@ class EngineFeed:
             blocks_free=status.blocks_free + status.blocks_cached,
             epoch=epoch,
             has_work=status.has_work,
+            prompt_tokens_per_second=status.tokens_per_second,
+            lanes=[node_pb2.LaneSpeed(node_id=node, bytes_per_second=speed) for node, speed in lanes.items()],
         )

@@ -14,7 +14,7 @@ import asyncio
 import gc
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,6 +67,10 @@ class Role(Protocol):
     @property
     def epoch(self) -> int:
         """Prefill nodes: the ticket epoch."""
+
+    @property
+    def lanes(self) -> Mapping[NodeId, float]:
+        """Decode nodes: bytes a second from each prefill node that they are paired with."""
 
     async def start(self) -> None: ...
 
@@ -140,7 +144,7 @@ class _Host:
 
         def status() -> node_pb2.NodeStatus:
             problems = tuple(problem.name for problem in health.problems())
-            return feed.node_status(problems, role.service.draining, role.epoch)
+            return feed.node_status(problems, role.service.draining, role.epoch, role.lanes)
 
         streams = RouterStreams(role.service, self._hello(ready), status, self._options.heartbeat_s)
 
@@ -217,6 +221,7 @@ class _Host:
             max_model_len=ready.config.max_model_len,
             block_size=ready.config.block_size,
             step_limit_ms=round(ready.step_limit_s * 1000),
+            kv_bytes_per_token=ready.parts.layout.token_bytes,
         )
 
     def _exposition(self) -> tuple[bytes, str]:

@@ -5,8 +5,10 @@ Only a node's main knows both engine and transfers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from foundation.ids import NodeId
 from foundation.keys import MasterKeys, NodeKeys, read_key_file
 from kv_transfer.driver import MeteredTransfers
 from kv_transfer.prefill_driver import PrefillDriver
@@ -49,6 +51,10 @@ class PrefillRole:
     @property
     def epoch(self) -> int:
         return 0 if self._driver is None else self._driver.epoch
+
+    @property
+    def lanes(self) -> Mapping[NodeId, float]:
+        return {}
 
     async def start(self) -> None:
         self._transport = open_transport()

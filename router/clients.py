@@ -77,6 +77,7 @@ class Hello:
     model_id: str
     max_model_len: int
     block_size: int
+    kv_bytes_per_token: int
 
 
 class HelloRefused(Exception):
@@ -224,6 +225,7 @@ class NodeLink:
             hello.model_id,
             hello.max_model_len,
             hello.block_size,
+            hello.kv_bytes_per_token,
         )
         self.health.connected(self._now(), hello.step_limit_ms / 1000)
         log.info("node connected", node=self.node_id, peer_incarnation=f"{entry.incarnation:016x}")
@@ -316,4 +318,6 @@ def _status(message: node_pb2.NodeStatus) -> Status:
         blocks_total=message.blocks_total,
         blocks_free=message.blocks_free,
         epoch=message.epoch,
+        tokens_per_second=message.prompt_tokens_per_second,
+        lanes={NodeId(lane.node_id): lane.bytes_per_second for lane in message.lanes},
     )

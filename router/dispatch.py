@@ -20,7 +20,7 @@ from foundation.log import get_logger
 from foundation.metrics import RouterMetrics
 from router.answer import AnswerStream
 from router.fleet import Fleet
-from router.generation import Generation, Refusal, RefusalKind, RequestRefused, Sampling
+from router.generation import Generation, Refusal, RefusalKind, RequestRefused
 from router.journey import (
     AttemptLost,
     Begin,
@@ -45,6 +45,7 @@ from router.journey import (
 )
 from router.placement import NoPlacement, Placement, prefix_chain
 from router.tokenizer import ModelText
+from router.wording import RETRY_AFTER_S, computed_on, placement_reason, refusal_of, sampling_message, unavailable
 
 log = get_logger()
 
@@ -52,8 +53,7 @@ PATIENCE_S = 5.0
 """A request that has shown nothing yet waits so long for a decode node."""
 FAILOVER_PATIENCE_S = 30.0
 """A stream that has begun waits so long for another one."""
-RETRY_AFTER_S = 1.0
-_HOPELESS = frozenset({"context_too_short"})
+_HOPELESS = frozenset({"context_too_short", "deadline_unmeetable"})
 
 _ENDINGS = {
     types_pb2.FINISH_REASON_STOP: Ending.STOP,
@@ -67,6 +67,8 @@ _ENDINGS = {
 class Limits:
     most_waiting: int
     """Requests without a first token; more are refused."""
+    most_waiting_tokens: int = 1 << 24
+    """Their prompts' tokens in all; a prompt longer than that is taken while no other waits."""
     patience_s: float = PATIENCE_S
     failover_patience_s: float = FAILOVER_PATIENCE_S
 
@@ -86,6 +88,7 @@ class Dispatcher:
         self._ongoing: dict[str, _Ongoing] = {}
         self._without_node: dict[str, _Ongoing] = {}
         self._without_token = 0
+        self._waiting_tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -97,22 +100,17 @@ class Dispatcher:
         """Start a request. Raises RequestRefused when the router is draining or has too many waiting."""
         if self.draining:
             self._metrics.requests_refused_total.count("draining")
-            raise RequestRefused(_unavailable("this router is shutting down", "draining"))
+            raise RequestRefused(unavailable("this router is shutting down", "draining"))
+        waiting_tokens = self._waiting_tokens + len(generation.prompt)
         if self._without_token >= self._limits.most_waiting:
-            self._metrics.requests_refused_total.count("overloaded")
-            raise RequestRefused(
-                Refusal(
-                    RefusalKind.OVERLOADED,
-                    f"{self._without_token} requests are waiting already",
-                    code="overloaded",
-                    retryable=True,
-                    retry_after_s=RETRY_AFTER_S,
-                )
-            )
+            raise self._overloaded(f"{self._without_token} requests are waiting already")
+        if self._without_token and waiting_tokens > self._limits.most_waiting_tokens:
+            raise self._overloaded(f"prompts of {self._waiting_tokens} tokens are waiting already")
         ongoing = _Ongoing(self, generation)
         self._ongoing[generation.request_id] = ongoing
         self._idle.clear()
         self._without_token += 1
+        self._waiting_tokens = waiting_tokens
         self._metrics.prompt_tokens_total.inc(len(generation.prompt))
         ongoing.begin()
         self._set_gauges()
@@ -125,7 +123,7 @@ class Dispatcher:
     def give_up(self) -> None:
         """End every request in flight with an error that says why: what its client sees is never just a cut."""
         for ongoing in list(self._ongoing.values()):
-            ongoing.stream.fail(_unavailable("this router is shutting down", "draining"))
+            ongoing.stream.fail(unavailable("this router is shutting down", "draining"))
             ongoing.handle(ClientLeft())
 
     def why_waiting(self) -> list[dict[str, object]]:
@@ -157,6 +155,16 @@ class Dispatcher:
 
     # --- inside
 
+    def _overloaded(self, sentence: str) -> RequestRefused:
+        self._metrics.requests_refused_total.count("overloaded")
+        kind = RefusalKind.OVERLOADED
+        return RequestRefused(Refusal(kind, sentence, code="overloaded", retryable=True, retry_after_s=RETRY_AFTER_S))
+
+    def _waits_no_more(self, ongoing: _Ongoing) -> None:
+        """Its first token is there, or it has ended without one."""
+        self._without_token -= 1
+        self._waiting_tokens -= len(ongoing.generation.prompt)
+
     def _set_gauges(self) -> None:
         self._metrics.requests_waiting.set(self._without_token)
         self._metrics.requests_running.set(len(self._ongoing) - self._without_token)
@@ -165,7 +173,7 @@ class Dispatcher:
         del self._ongoing[ongoing.generation.request_id]
         self._without_node.pop(ongoing.generation.request_id, None)
         if not ongoing.first_token_seen:
-            self._without_token -= 1
+            self._waits_no_more(ongoing)
         if not self._ongoing:
             self._idle.set()
         self._set_gauges()
@@ -187,7 +195,9 @@ class _Ongoing:
         self._metrics = dispatcher._metrics
         self._chain = prefix_chain(generation.prompt)
         self._placement: Placement | None = None
-        self._began_s = self._last_token_s = dispatcher._now()
+        self._expected_s: float | None = None
+        """Predicted time to first token, counted from the placement."""
+        self._began_s = self._placed_s = self._last_token_s = dispatcher._now()
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(generation.deadline_s, lambda: self.handle(DeadlinePassed()))
         self._patience: asyncio.TimerHandle | None = None
@@ -205,12 +215,17 @@ class _Ongoing:
         self.handle(Output(output.attempt, output.tokens, ending, output.failure, output.retryable))
 
     def account(self, now_s: float) -> dict[str, object]:
+        placement = self._placement
         return {
             "request": self.generation.request_id,
+            "correlation": self.generation.correlation_id or None,
             "attempt": self.journey.attempt,
             "waits_on": self.journey.node,
             "waits_for": self.journey.waiting_reason or "first_token",
             "since_s": round(now_s - self._began_s, 3),
+            "expected_s": self._expected_s,
+            "computed_on": computed_on(placement) if placement is not None else None,
+            "placed_because": placement_reason(placement) if placement is not None else None,
         }
 
     def carry_out(self, effects: list[Effect]) -> None:
@@ -230,8 +245,9 @@ class _Ongoing:
                     self.stream.finish(effect.ending)
                 case Fail():
                     if self.journey.attempt == 0:
-                        self._metrics.requests_refused_total.count("no_node")
-                    self.stream.fail(_refusal(effect))
+                        unmeetable = effect.reason == "deadline_unmeetable"
+                        self._metrics.requests_refused_total.count(effect.reason if unmeetable else "no_node")
+                    self.stream.fail(refusal_of(effect))
                 case _:
                     assert_never(effect)
         if self.journey.state in (State.FINISHED, State.FAILED, State.CANCELLED):
@@ -242,11 +258,16 @@ class _Ongoing:
         remaining = self.generation.sampling.max_tokens - len(self.journey.log)
         self._leave_node()
         placed = dispatcher._fleet.place(tokens, remaining, self._chain, effect.avoid)
+        if isinstance(placed, Placement) and not self.first_token_seen and self._too_late(placed.expected_s):
+            placed = NoPlacement("deadline_unmeetable")
         match placed:
             case Placement():
                 dispatcher._without_node.pop(self.generation.request_id, None)
                 self._stop_patience()
-                self._placement = placed
+                self._placement, self._expected_s, self._placed_s = placed, placed.expected_s, dispatcher._now()
+                self._metrics.placements_total.count(placement_reason(placed))
+                if placed.expected_s is not None:
+                    self._metrics.predicted_time_to_first_token_seconds.observe(placed.expected_s)
                 self.handle(Placed(placed.decode.node))
             case NoPlacement(reason):
                 dispatcher._without_node[self.generation.request_id] = self
@@ -271,7 +292,7 @@ class _Ongoing:
             attempt=effect.attempt,
             prompt_token_ids=generation.prompt,
             settled_token_ids=settled,
-            sampling=_sampling_message(generation.sampling),
+            sampling=sampling_message(generation.sampling),
             choice_index=generation.choice_index,
             deadline_ms=self._remaining_ms(),
             prefill_choices=fleet.prefill_choices(placement, attempt, generation.prompt, settled),
@@ -297,10 +318,12 @@ class _Ongoing:
         count = len(effect.tokens)
         if not self.first_token_seen:
             self.first_token_seen = True
-            dispatcher._without_token -= 1
+            dispatcher._waits_no_more(self)
             dispatcher._set_gauges()
             dispatcher._fleet.first_token_seen(self.generation.request_id)
             metrics.time_to_first_token_seconds.observe(now_s - self._began_s)
+            if self._expected_s:
+                metrics.prediction_ratio.observe((now_s - self._placed_s) / self._expected_s)
         else:
             metrics.inter_token_latency_seconds.observe((now_s - self._last_token_s) / count)
         self._last_token_s = now_s
@@ -348,48 +371,12 @@ class _Ongoing:
             self._patience.cancel()
             self._patience = None
 
+    def _too_late(self, expected_s: float | None) -> bool:
+        """Whether even the first token would come after the deadline, so that all work would be for nothing."""
+        return expected_s is not None and expected_s > self._remaining_s()
+
+    def _remaining_s(self) -> float:
+        return self.generation.deadline_s - (self._dispatcher._now() - self._began_s)
+
     def _remaining_ms(self) -> int:
-        spent_s = self._dispatcher._now() - self._began_s
-        return max(1, round((self.generation.deadline_s - spent_s) * 1000))
-
-
-def _sampling_message(sampling: Sampling) -> types_pb2.SamplingParameters:
-    return types_pb2.SamplingParameters(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=sampling.stop_token_ids,
-        logprobs=sampling.logprobs,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-    )
-
-
-_SENTENCES = {
-    "deadline": (RefusalKind.DEADLINE, "the request took longer than it may"),
-    "overloaded": (RefusalKind.OVERLOADED, "every decode node has as many requests as it takes"),
-    "no_decode_node": (RefusalKind.UNAVAILABLE, "no decode node is connected to this router"),
-    "context_too_short": (RefusalKind.INVALID, "no decode node that is up has a context long enough for this prompt"),
-    "prompt_too_long": (RefusalKind.INVALID, "the prompt is longer than the decode node can hold"),
-}
-
-
-def _refusal(effect: Fail) -> Refusal:
-    kind, sentence = _SENTENCES.get(effect.reason, (None, f"the request could not be completed: {effect.reason}"))
-    if kind is None:
-        kind = RefusalKind.UNAVAILABLE if effect.retryable else RefusalKind.INTERNAL
-    retryable = effect.retryable and kind is not RefusalKind.INVALID
-    return Refusal(
-        kind, sentence, code=effect.reason, retryable=retryable, retry_after_s=RETRY_AFTER_S if retryable else None
-    )
-
-
-def _unavailable(sentence: str, code: str) -> Refusal:
-    return Refusal(RefusalKind.UNAVAILABLE, sentence, code=code, retryable=True, retry_after_s=RETRY_AFTER_S)
+        return max(1, round(self._remaining_s() * 1000))

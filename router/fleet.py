@@ -23,7 +23,7 @@ from foundation.registry_redis import RegistryUnavailable
 from foundation.ticket import Ticket, digest_of_tokens, sign_ticket
 from router.clients import LinkTiming, NodeLink
 from router.health import LinkState
-from router.placement import Candidate, NodeKey, NoPlacement, Placement, PrefixMemory, place
+from router.placement import Candidate, Disaggregate, NodeKey, NoPlacement, Placement, PrefixMemory, place
 from router.registry import NodeSource
 
 log = get_logger()
@@ -51,6 +51,7 @@ class Fleet:
         timing: LinkTiming,
         now: Callable[[], float],
         tokenizer_fingerprint: str | None = None,
+        disaggregate: Disaggregate = Disaggregate.ALWAYS,
     ) -> None:
         """`tokenizer_fingerprint`: nodes with another one are given no work; None takes all."""
         self.registry_down_since_s: float | None = None
@@ -60,6 +61,7 @@ class Fleet:
         self._timing = timing
         self._now = now
         self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._disaggregate = disaggregate
         self._links: dict[NodeId, NodeLink] = {}
         self._memory = PrefixMemory()
         self._pending: dict[str, tuple[NodeLink, int]] = {}
@@ -124,7 +126,7 @@ class Fleet:
         self, prompt_tokens: int, answer_tokens: int, chain: Sequence[int], avoid: frozenset[NodeId]
     ) -> Placement | NoPlacement:
         candidates = [self._candidate(link) for link in self._links.values()]
-        return place(prompt_tokens, answer_tokens, chain, candidates, self._memory, avoid)
+        return place(prompt_tokens, answer_tokens, chain, candidates, self._memory, avoid, self._disaggregate)
 
     # --- what the dispatcher does with a placement
 
@@ -212,6 +214,9 @@ class Fleet:
             context_limit=hello.max_model_len if hello else 0,
             sequences=max(own, status.running + status.waiting if status else 0),
             queued_tokens=max(link.pending_tokens, status.queued_tokens if status else 0),
+            tokens_per_second=status.tokens_per_second if status else 0.0,
+            kv_bytes_per_token=hello.kv_bytes_per_token if hello else 0,
+            lanes=status.lanes if status else {},
         )
 
     def _refusal(self, link: NodeLink) -> str | None:

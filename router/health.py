@@ -12,8 +12,11 @@ Must not know: sockets, requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+
+from foundation.ids import NodeId
 
 
 class LinkState(Enum):
@@ -38,6 +41,8 @@ class Status:
     blocks_total: int = 0
     blocks_free: int = 0
     epoch: int = 0
+    tokens_per_second: float = 0.0
+    lanes: Mapping[NodeId, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

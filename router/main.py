@@ -37,6 +37,7 @@ from router.inference_service import InferenceService
 from router.intake import Intake
 from router.openai.server import HttpServer
 from router.options import EMBEDDED, RouterOptions
+from router.placement import Disaggregate
 from router.registry import EmbeddedRegistry, NodeSource, RedisSource, RegistryService
 from router.tokenizer import ModelText
 
@@ -107,8 +108,10 @@ class Router:
             LinkTiming(options.silence_limit_s, options.heartbeat_s),
             now,
             text.fingerprint,
+            Disaggregate(options.disaggregate),
         )
-        self.dispatcher = Dispatcher(self.fleet, text, self.metrics, Limits(options.max_waiting_requests), now)
+        limits = Limits(options.max_waiting_requests, options.max_waiting_tokens)
+        self.dispatcher = Dispatcher(self.fleet, text, self.metrics, limits, now)
         self.intake = Intake(
             served_model_name(options.model, options.served_model_name),
             text,

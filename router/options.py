@@ -35,6 +35,14 @@ class RouterOptions(Options):
     max_waiting_requests: int = option(
         1024, "requests that may wait for a node; more are refused with 503", minimum=1, maximum=1_000_000
     )
+    max_waiting_tokens: int = option(
+        16 * MIB, "prompt tokens that may wait for their first token; more are refused with 503", minimum=1, sized=True
+    )
+    disaggregate: str = option(
+        "always",
+        "where prompts are computed: on prefill nodes, on decode nodes, or where it is predicted to be faster",
+        choices=("auto", "always", "never"),
+    )
     request_timeout_s: float = option(600.0, "time a request may take in all", minimum=0.1, maximum=86400)
     silence_limit_s: float = option(2.0, "a node that says nothing for so long is given up", minimum=0.1, maximum=600)
     heartbeat_s: float = option(0.5, "time between two heartbeats", minimum=0.01, maximum=60)

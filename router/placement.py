@@ -11,17 +11,27 @@ Must not know: sockets, clocks, protobuf, tickets.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from foundation.ids import Incarnation, NodeId
 from foundation.registry_entry import Role
+from router.cost import Prediction, Transfer, Work, alone, predict
 
 PREFIX_CHUNK_TOKENS = 64
 SEQUENCE_PRICE_TOKENS = 64
 """One more sequence in a node's batch weighs as much as this many prompt tokens to compute."""
 MOST_PREFILL_CHOICES = 3
+
+
+class Disaggregate(Enum):
+    """Whether prompts are computed on prefill nodes: wherever there is one, never, or where it is predicted to be faster."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 class NodeKey(NamedTuple):
@@ -44,6 +54,15 @@ class Candidate:
     context_limit: int
     sequences: int
     queued_tokens: int
+    tokens_per_second: float = 0.0
+    """Of prompts, as the node measures it; 0: not yet."""
+    kv_bytes_per_token: int = 0
+    lanes: Mapping[NodeId, float] = field(default_factory=dict)
+    """Decode nodes: bytes a second from each prefill node that they are paired with."""
+
+    @property
+    def ahead_tokens(self) -> int:
+        return self.queued_tokens + SEQUENCE_PRICE_TOKENS * self.sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +72,10 @@ class Placement:
     decode: NodeKey
     prefill: tuple[NodeKey, ...]
     local_reason: str
+    prediction: Prediction | None = None
+    """Where there was a choice between computing the prompt here or there."""
+    expected_s: float | None = None
+    """Predicted time to first token of the way taken; None while nothing has been measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +133,21 @@ def place(
     candidates: Iterable[Candidate],
     memory: PrefixMemory,
     avoid: frozenset[NodeId] = frozenset(),
-    disaggregate: bool = True,
+    disaggregate: Disaggregate = Disaggregate.ALWAYS,
 ) -> Placement | NoPlacement:
-    """Cheapest decode node, and the cheapest prefill nodes that can pair with it.
+    """Cheapest decode node, and the cheapest prefill nodes that can pair with it, if they are to compute the prompt.
 
     `prompt_tokens` counts settled tokens too. Nodes in `avoid` lost this request before: taken only if there is no other.
     """
 
+    def missing(candidate: Candidate) -> int:
+        return prompt_tokens - memory.held_tokens(chain, candidate.key)
+
     def cost(candidate: Candidate) -> tuple[int, str]:
-        missing = prompt_tokens - memory.held_tokens(chain, candidate.key)
-        price = missing + candidate.queued_tokens + SEQUENCE_PRICE_TOKENS * candidate.sequences
-        return price, candidate.key.node
+        return missing(candidate) + candidate.ahead_tokens, candidate.key.node
+
+    def work(candidate: Candidate) -> Work:
+        return Work(candidate.ahead_tokens, missing(candidate), candidate.tokens_per_second)
 
     candidates = list(candidates)
     decoders = [candidate for candidate in candidates if candidate.role is Role.DECODE]
@@ -134,13 +161,22 @@ def place(
     decode = min(fresh or fitting, key=cost)
     prefill, reason = _prefill_choices(decode, candidates, disaggregate)
     ranked = sorted(prefill, key=cost)[:MOST_PREFILL_CHOICES]
-    return Placement(decode.key, tuple(candidate.key for candidate in ranked), reason)
+    choices = tuple(candidate.key for candidate in ranked)
+    if not ranked:
+        speed = decode.tokens_per_second
+        return Placement(decode.key, (), reason, expected_s=alone(work(decode), speed) if speed else None)
+    first = ranked[0]
+    transfer = Transfer(missing(decode) * decode.kv_bytes_per_token, decode.lanes.get(first.key.node, 0.0))
+    prediction = predict(work(decode), work(first), transfer)
+    if disaggregate is Disaggregate.AUTO and not prediction.remote:
+        return Placement(decode.key, (), prediction.choice.value, prediction, prediction.alone_s)
+    return Placement(decode.key, choices, "", prediction, prediction.together_s)
 
 
 def _prefill_choices(
-    decode: Candidate, candidates: Sequence[Candidate], disaggregate: bool
+    decode: Candidate, candidates: Sequence[Candidate], disaggregate: Disaggregate
 ) -> tuple[list[Candidate], str]:
-    if not disaggregate:
+    if disaggregate is Disaggregate.NEVER:
         return [], "disaggregation_off"
     known = [candidate for candidate in candidates if candidate.role is Role.PREFILL]
     if not known:

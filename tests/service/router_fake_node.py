@@ -21,6 +21,7 @@ from foundation.registry_entry import NodeEntry, Role
 
 FINGERPRINT = types_pb2.Fingerprint(weights="w", architecture="fake", vocabulary_size=257, protocol_major=1)
 BLOCK_SIZE = 16
+KV_BYTES_PER_TOKEN = 1000
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "
 
 
@@ -88,6 +89,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     attached: int = 0
     port: int = 0
     epoch: int = 7
+    prompt_tokens_per_second: float = 0.0
+    queued_tokens: int = 0
+    lanes: dict[str, float] = field(default_factory=dict)
 
     @property
     def entry(self) -> NodeEntry:
@@ -112,7 +116,11 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         outgoing: asyncio.Queue[node_pb2.NodeMessage | None] = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator, outgoing))
         hello = node_pb2.NodeHello(
-            fingerprint=FINGERPRINT, model_id="fake", max_model_len=self.max_model_len, block_size=BLOCK_SIZE
+            fingerprint=FINGERPRINT,
+            model_id="fake",
+            max_model_len=self.max_model_len,
+            block_size=BLOCK_SIZE,
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN,
         )
         hello.fingerprint.tokenizer = self.tokenizer
         hello.entry.node_id = self.hello_node_id or self.node_id
@@ -164,6 +172,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             running=len(self.requests),
             has_work=self.has_work,
             epoch=self.epoch,
+            queued_tokens=self.queued_tokens,
+            prompt_tokens_per_second=self.prompt_tokens_per_second,
+            lanes=[node_pb2.LaneSpeed(node_id=node, bytes_per_second=speed) for node, speed in self.lanes.items()],
         )
         return node_pb2.NodeMessage(status=status)
 

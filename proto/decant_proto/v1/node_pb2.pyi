@@ -247,10 +247,12 @@ class NodeHello(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     STEP_LIMIT_MS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     max_model_len: _builtins.int
     block_size: _builtins.int
     step_limit_ms: _builtins.int
+    kv_bytes_per_token: _builtins.int
     @_builtins.property
     def entry(self) -> _types_pb2.NodeEntry: ...
     @_builtins.property
@@ -264,10 +266,11 @@ class NodeHello(_message.Message):
         max_model_len: _builtins.int = ...,
         block_size: _builtins.int = ...,
         step_limit_ms: _builtins.int = ...,
+        kv_bytes_per_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "entry", b"entry", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "model_id", b"model_id", "step_limit_ms", b"step_limit_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "entry", b"entry", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_model_len", b"max_model_len", "model_id", b"model_id", "step_limit_ms", b"step_limit_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -374,6 +377,30 @@ class PromptAccount(_message.Message):
 Global___PromptAccount: _TypeAlias = PromptAccount  # noqa: Y015
 
 @_typing.final
+class LaneSpeed(_message.Message):
+    """What the lane's self-test measured at pairing, from this prefill node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    bytes_per_second: _builtins.float
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        bytes_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneSpeed: _TypeAlias = LaneSpeed  # noqa: Y015
+
+@_typing.final
 class NodeStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -388,6 +415,8 @@ class NodeStatus(_message.Message):
     BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     HAS_WORK_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     draining: _builtins.bool
     running: _builtins.int
@@ -402,8 +431,14 @@ class NodeStatus(_message.Message):
     """prefill nodes: ticket epoch"""
     has_work: _builtins.bool
     """the engine has something to compute: then engine_steps must advance"""
+    prompt_tokens_per_second: _builtins.float
+    """as measured of late; 0 = not yet"""
     @_builtins.property
     def not_ready_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneSpeed]:
+        """decode nodes: the prefill nodes that they are paired with"""
+
     def __init__(
         self,
         *,
@@ -418,10 +453,12 @@ class NodeStatus(_message.Message):
         blocks_free: _builtins.int = ...,
         epoch: _builtins.int = ...,
         has_work: _builtins.bool = ...,
+        prompt_tokens_per_second: _builtins.float = ...,
+        lanes: _abc.Iterable[Global___LaneSpeed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "draining", b"draining", "engine_steps", b"engine_steps", "epoch", b"epoch", "has_work", b"has_work", "not_ready_reasons", b"not_ready_reasons", "queued_tokens", b"queued_tokens", "ready", b"ready", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "draining", b"draining", "engine_steps", b"engine_steps", "epoch", b"epoch", "has_work", b"has_work", "lanes", b"lanes", "not_ready_reasons", b"not_ready_reasons", "prompt_tokens_per_second", b"prompt_tokens_per_second", "queued_tokens", b"queued_tokens", "ready", b"ready", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from foundation.registry_entry import Role
 from router.placement import (
     PREFIX_CHUNK_TOKENS,
     Candidate,
+    Disaggregate,
     NodeKey,
     NoPlacement,
     Placement,
@@ -115,7 +116,7 @@ def test_f27_without_a_prefill_node_the_decode_node_serves_alone_and_the_reason_
 
     assert reason() == "no_prefill_node"
     assert reason(node("p0", Role.PREFILL, refusal="node_lost")) == "prefill_not_ready"
-    assert reason(node("p0", Role.PREFILL), disaggregate=False) == "disaggregation_off"
+    assert reason(node("p0", Role.PREFILL), disaggregate=Disaggregate.NEVER) == "disaggregation_off"
 
 
 def test_f16_nodes_that_do_not_fit_together_are_never_paired() -> None:

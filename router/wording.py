@@ -1,0 +1,73 @@
+"""How the dispatcher says things: sampling to nodes, failures to clients, placements to operators.
+
+Must not know: requests in flight, sockets.
+"""
+
+from __future__ import annotations
+
+from decant_proto.v1 import types_pb2
+
+from router.generation import Refusal, RefusalKind, Sampling
+from router.journey import Fail
+from router.placement import Placement
+
+RETRY_AFTER_S = 1.0
+
+
+def computed_on(placement: Placement) -> str:
+    return (placement.prefill[0] if placement.prefill else placement.decode).node
+
+
+def placement_reason(placement: Placement) -> str:
+    """Why the prompt is computed where it is, as a label of placements_total."""
+    if not placement.prefill:
+        return placement.local_reason
+    assert placement.prediction is not None
+    # `always` goes to a prefill node against the prediction.
+    return placement.prediction.choice.value if placement.prediction.remote else "always"
+
+
+def sampling_message(sampling: Sampling) -> types_pb2.SamplingParameters:
+    return types_pb2.SamplingParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        logprobs=sampling.logprobs,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+    )
+
+
+_SENTENCES = {
+    "deadline": (RefusalKind.DEADLINE, "the request took longer than it may"),
+    "overloaded": (RefusalKind.OVERLOADED, "every decode node has as many requests as it takes"),
+    "deadline_unmeetable": (
+        RefusalKind.OVERLOADED,
+        "the first token is predicted to come after the request's deadline",
+    ),
+    "no_decode_node": (RefusalKind.UNAVAILABLE, "no decode node is connected to this router"),
+    "context_too_short": (RefusalKind.INVALID, "no decode node that is up has a context long enough for this prompt"),
+    "prompt_too_long": (RefusalKind.INVALID, "the prompt is longer than the decode node can hold"),
+}
+
+
+def refusal_of(effect: Fail) -> Refusal:
+    kind, sentence = _SENTENCES.get(effect.reason, (None, f"the request could not be completed: {effect.reason}"))
+    if kind is None:
+        kind = RefusalKind.UNAVAILABLE if effect.retryable else RefusalKind.INTERNAL
+    retryable = effect.retryable and kind is not RefusalKind.INVALID
+    return Refusal(
+        kind, sentence, code=effect.reason, retryable=retryable, retry_after_s=RETRY_AFTER_S if retryable else None
+    )
+
+
+def unavailable(sentence: str, code: str) -> Refusal:
+    return Refusal(RefusalKind.UNAVAILABLE, sentence, code=code, retryable=True, retry_after_s=RETRY_AFTER_S)
