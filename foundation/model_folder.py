@@ -67,4 +67,5 @@ def _download(model: str, revision: str | None) -> Path:
     except HfHubHTTPError as error:
         raise ConfigurationError(SETTING, f"the hub does not give {model!r}: {str(error).splitlines()[0]}") from None
     except (LocalEntryNotFoundError, OSError) as error:
-        raise SetupError(f"{SETTING}: {model!r} is no folder here, and the hub cannot be reached ({error})") from None
+        why = str(error).splitlines()[0]
+        raise SetupError(f"{SETTING}: {model!r} is no folder here, and the hub cannot be reached ({why})") from None

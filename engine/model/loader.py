@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from engine.model.config import ModelConfig, read_json
 from engine.model.decoder import Decoder, DecoderLayer
@@ -38,7 +38,7 @@ class FolderTensors:
     """safetensors of a folder: model.safetensors, or the shards that model.safetensors.index.json lists."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = [safe_open(path, framework="pt") for path in _weight_files(folder)]
+        self._files = [_opened(path) for path in _weight_files(folder)]
         self._file_of = {name: file for file in self._files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
         self._hashes: dict[str, int] = {}
 
@@ -58,6 +58,13 @@ class FolderTensors:
         for name in sorted(self._hashes):
             whole.update(self._hashes[name].to_bytes(8, "little"))
         return f"xxh3:{whole.hexdigest()}"
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError("--model", f"{path} is no whole safetensors file: {error}") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:
