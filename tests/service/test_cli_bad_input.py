@@ -117,8 +117,13 @@ def test_a_broken_model_folder_is_named(tmp_path: Path, content: str | None, pro
 
 TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
-    **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8},
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 8,
     "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
 }
 
 
