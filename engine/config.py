@@ -17,6 +17,8 @@ class EngineConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    shared_prompt_tokens: int = 0
+    """Prompts of at most so many tokens in all share the steps that they need (scheduler/prefill); 0: each has its turn."""
     enable_prefix_caching: bool = True
     overlap: bool = False
     """Launch step N + 1 before step N's tokens reach the host. Pays where `Runner.launch` returns before the step is done."""
@@ -45,6 +47,11 @@ class EngineConfig:
     def capacity_positions(self) -> int:
         """Positions whose KV the whole pool can hold."""
         return self.num_blocks * self.block_size
+
+    @property
+    def seated_tokens(self) -> int:
+        """Prompts take seats while at most so many tokens of those seated are left to schedule."""
+        return max(self.max_num_batched_tokens, self.shared_prompt_tokens)
 
     @property
     def max_sequence_length(self) -> int:

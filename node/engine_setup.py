@@ -46,7 +46,8 @@ def prepare_engine(options: NodeOptions) -> ReadyEngine:
     step_limit_s = options.silence_limit_s / STEPS_A_SILENCE
     budget = affordable_tokens(parts.runner, parts.config, step_limit_s)
     log.info("step budget", tokens=budget, asked=options.max_num_batched_tokens, step_limit_s=step_limit_s)
-    config = replace(parts.config, max_num_batched_tokens=budget)
+    shared = parts.config.max_num_batched_tokens if options.prompts_share_steps else 0
+    config = replace(parts.config, max_num_batched_tokens=budget, shared_prompt_tokens=shared)
     return ReadyEngine(
         engine=Engine(config, parts.runner, parts.storage.owner_words),
         parts=parts,

@@ -24,6 +24,8 @@ PORTS_A_NODE = 10
 @dataclass(frozen=True)
 class NodeOptions(Options):
     role: ClassVar[Role]
+    prompts_share_steps: ClassVar[bool] = True
+    """Prompts that fit into --max-num-batched-tokens end together, also where a step holds less (engine/scheduler/prefill)."""
 
     # The model.
     model: str = option(help="Hugging Face model folder, or hub id")
@@ -158,6 +160,7 @@ def _advertised(host: str) -> str:
 @dataclass(frozen=True)
 class PrefillOptions(NodeOptions):
     role = Role.PREFILL
+    prompts_share_steps = False  # each first token is awaited by a decode node, which no other prompt here slows down
 
 
 @dataclass(frozen=True)

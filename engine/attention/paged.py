@@ -22,6 +22,24 @@ GROUP_COST_BLOCKS = 24
 """A group of decode rows may be padded by as many blocks as gathering and attending another group would cost."""
 
 
+Shape = tuple[int, int, int, int, int]
+"""[rows, 2 (K, V), heads, positions, head_dim]."""
+
+
+class Scratch:
+    """Memory that every layer gathers into anew. Memory fresh from the allocator would cost more than the copy into it: its
+    pages have to be mapped and zeroed, and it is in no cache."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def rows(self, count: int, width: int) -> torch.Tensor:
+        """[count, width], with anything in it; what was handed out before is overwritten."""
+        if self._memory.numel() < count * width:
+            self._memory = torch.empty(count * width, dtype=self._memory.dtype)
+        return self._memory[: count * width].view(count, width)
+
+
 class PagedAttention:
     """Backend over host memory; `heads` is the number of query heads."""
 
@@ -32,6 +50,7 @@ class PagedAttention:
         self.kv_heads = layout.kv_heads
         self.head_dim = layout.head_dim
         self.dtype = dtype
+        self.scratch = Scratch(dtype)
         self.stages: list[StageIndex] = []
         self.layers: list[_Layer] = []
         for stage in range(layout.pipeline_parallel):
@@ -63,13 +82,15 @@ class _Layer:
             rank.key_rows.index_copy_(0, rows, keys[:, first:end].reshape(-1, width))
             rank.value_rows.index_copy_(0, rows, values[:, first:end].reshape(-1, width))
 
-    def read(self, runs: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [rows, kv_heads, positions, head_dim]; `shape` is that of one rank's share."""
-        keys = [rank.key_runs.index_select(0, runs).view(shape) for rank in self.readers]
-        values = [rank.value_runs.index_select(0, runs).view(shape) for rank in self.readers]
-        if len(keys) == 1:
-            return keys[0], values[0]
-        return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+    def read(self, runs: torch.Tensor, shape: Shape, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, kv_heads, positions, head_dim]; `shape` is that of one rank's share of both. With one rank
+        they stand in `scratch` until the next read."""
+        if len(self.readers) == 1:
+            source = self.readers[0].runs
+            gathered = torch.index_select(source, 0, runs, out=scratch.rows(len(runs), source.shape[1])).view(shape)
+        else:
+            gathered = torch.cat([rank.runs.index_select(0, runs).view(shape) for rank in self.readers], dim=2)
+        return gathered[:, 0], gathered[:, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +100,7 @@ class _DecodeGroup:
     tokens: torch.Tensor | None
     """[rows] token indices, or None when the group is the whole step in order."""
     runs: list[torch.Tensor]
-    shapes: list[tuple[int, int, int, int]]
+    shapes: list[Shape]
     mask: torch.Tensor
     """[rows, 1, 1, positions] 0 or -inf, to be added to scores."""
     unread: torch.Tensor | None
@@ -93,7 +114,7 @@ class _PrefillRow:
     context: int
     runs: list[torch.Tensor]
     """Empty when the row has no past."""
-    shapes: list[tuple[int, int, int, int]]
+    shapes: list[Shape]
     mask: torch.Tensor | None
     """[queries, context] 0, or -inf where a query may not look."""
 
@@ -126,7 +147,7 @@ class PagedStep:
 
     def _attend_group(self, group: _DecodeGroup, layer: _Layer, queries: torch.Tensor) -> torch.Tensor:
         backend = self.backend
-        keys, values = layer.read(group.runs[layer.stage], group.shapes[layer.stage])
+        keys, values = layer.read(group.runs[layer.stage], group.shapes[layer.stage], backend.scratch)
         if group.unread is not None:
             keys, values = keys.masked_fill(group.unread, 0), values.masked_fill(group.unread, 0)
         grouped = queries.reshape(len(queries), backend.kv_heads, -1, backend.head_dim)
@@ -146,7 +167,7 @@ class PagedStep:
         if row.mask is None:
             past_keys, past_values = keys[part].transpose(0, 1)[None], values[part].transpose(0, 1)[None]
         else:
-            past_keys, past_values = layer.read(row.runs[layer.stage], row.shapes[layer.stage])
+            past_keys, past_values = layer.read(row.runs[layer.stage], row.shapes[layer.stage], self.backend.scratch)
             past_keys, past_values = past_keys[:, :, : row.context], past_values[:, :, : row.context]
         attended = F.scaled_dot_product_attention(
             queries[part].transpose(0, 1)[None],
@@ -186,13 +207,13 @@ class PagedStep:
         mask = torch.zeros(later.shape, dtype=self.backend.dtype).masked_fill_(later, float("-inf"))
         return _PrefillRow(first, end, context, runs, shapes, mask)
 
-    def _reads(self, tables: np.ndarray) -> tuple[list[torch.Tensor], list[tuple[int, int, int, int]]]:
+    def _reads(self, tables: np.ndarray) -> tuple[list[torch.Tensor], list[Shape]]:
         """Run indices and gathered shape for each stage."""
         rows, blocks = tables.shape
         positions = blocks * self.backend.block_size
         stages = self.backend.stages
         return [stage.read_runs(tables) for stage in stages], [
-            (rows, stage.heads, positions, self.backend.head_dim) for stage in stages
+            (rows, 2, stage.heads, positions, self.backend.head_dim) for stage in stages
         ]
 
 

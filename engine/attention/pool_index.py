@@ -36,14 +36,15 @@ class StageIndex:
         return torch.from_numpy((blocks[:, None] * self.rows_per_block + inner).reshape(-1))
 
     def read_runs(self, tables: npt.NDArray[np.int32]) -> torch.Tensor:
-        """[R * heads * n * block_size / run_positions] run indices for block tables [R, n]: gathered, they are
-        [R, heads, n * block_size, head_dim]."""
-        blocks = tables.astype(np.int64)[:, None, :] * (self.rows_per_block // self.run_positions)
-        heads = np.arange(self.heads)[None, :, None]
+        """[R * 2 * heads * n * block_size / run_positions] run indices for block tables [R, n]: gathered, they are
+        [R, 2 (K, V), heads, n * block_size, head_dim]."""
+        blocks = tables.astype(np.int64)[:, None, None, :] * (self.rows_per_block // self.run_positions)
+        sides = np.arange(2)[:, None, None] * (self.heads * self.block_size // self.run_positions)
+        runs = blocks + sides + np.arange(self.heads)[:, None]
         if self.head_order == "HND":
-            return torch.from_numpy((blocks + heads).reshape(-1))
+            return torch.from_numpy(runs.reshape(-1))
         offsets = np.arange(self.block_size) * self.heads
-        return torch.from_numpy((blocks[..., None] + heads[..., None] + offsets).reshape(-1))
+        return torch.from_numpy((runs[..., None] + offsets).reshape(-1))
 
 
 class LayerRows:
@@ -58,5 +59,4 @@ class LayerRows:
         rows = memory.reshape(-1, head_dim)
         runs = memory.reshape(-1, index.run_positions * head_dim)
         self.key_rows, self.value_rows = rows[first_row:], rows[first_row + side_rows :]
-        first_run, side_runs = first_row // index.run_positions, side_rows // index.run_positions
-        self.key_runs, self.value_runs = runs[first_run:], runs[first_run + side_runs :]
+        self.runs = runs[first_row // index.run_positions :]

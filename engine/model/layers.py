@@ -49,6 +49,12 @@ def _left(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return lambda x: torch.addmm(column, weight, x.t()).t().contiguous()
 
 
+def _left_pair(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """For one row: a product with two columns reads the weight at the machine's full speed, where one with a vector does not."""
+    pair = _left(weight, bias)
+    return lambda x: pair(F.pad(x, (0, 0, 0, 1)))[:1] if len(x) == 1 else pair(x)
+
+
 def _columns(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     if bias is None:
         return lambda x: x @ weight
@@ -62,6 +68,7 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 ROWS = Form("x W^T", "rows", _rows)
 LEFT = Form("(W x^T)^T", "rows", _left)
+LEFT_PAIR = Form("(W [x 0]^T)^T", "rows", _left_pair)
 COLUMNS = Form("x (W^T)", "columns", _columns)
 PACKED = Form("oneDNN packed", "packed", _packed)
 
@@ -85,8 +92,8 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> tuple[Form, ...
         return (ROWS,)
     packs = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if torch.backends.mkldnn.is_available() and packs:  # type: ignore[no-untyped-call]
-        return (ROWS, LEFT, COLUMNS, PACKED)
-    return (ROWS, LEFT, COLUMNS)
+        return (ROWS, LEFT, LEFT_PAIR, COLUMNS, PACKED)
+    return (ROWS, LEFT, LEFT_PAIR, COLUMNS)
 
 
 class Linear:

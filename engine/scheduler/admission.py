@@ -13,7 +13,7 @@ from engine.scheduler.state import State, add_blocks, open_account, take_blocks
 
 
 def admit(state: State, budget_tokens: int) -> None:
-    """Move requests into blocks and seats; `budget_tokens`: tokens of this step that nobody has claimed yet."""
+    """Move requests into blocks and seats; `budget_tokens`: tokens that nobody seated has claimed yet."""
     blocks_left = True
     while (request := _next(state, budget_tokens, blocks_left)) is not None:
         match request.stage:

@@ -47,7 +47,7 @@ class Scheduler:
             before = self._moves()
             grow(state)
             if not in_flight or state.preemptions == before[0]:  # a token of a preempted request may be in flight
-                admit(state, self.config.max_num_batched_tokens - int(state.seats.left().sum()))
+                admit(state, self.config.seated_tokens - int(state.seats.left().sum()))
             rows, counts = self._choose()
             if len(rows):
                 state.launched_step += 1
@@ -59,10 +59,11 @@ class Scheduler:
 
     def _choose(self) -> tuple[Int64, Int64]:
         """Seats of the next step, decodes first, and how many positions each computes."""
-        budget_tokens = self.config.max_num_batched_tokens
+        config = self.config
         left = self._state.seats.left()
         decodes = np.flatnonzero(left == 1)
-        chunk_seats, chunk_counts = chunks(self._state.seats, left, budget_tokens - len(decodes))
+        budget_tokens = config.max_num_batched_tokens - len(decodes)
+        chunk_seats, chunk_counts = chunks(self._state.seats, left, budget_tokens, config.shared_prompt_tokens)
         counts = np.concatenate((np.ones(len(decodes), np.int64), chunk_counts))
         return np.concatenate((decodes, chunk_seats)), counts
 
