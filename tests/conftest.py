@@ -8,9 +8,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from deployment import Deployment
 
 # Other processes share the machine, so an example's duration says nothing about the code.
 settings.register_profile("decant", deadline=None)
@@ -25,6 +29,18 @@ def default_model() -> Path:
     from decant.default_model import ensure_default_model
 
     return ensure_default_model()
+
+
+@pytest.fixture(scope="session")
+def deployment(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One deployment of the real model for all service tests that need it."""
+    from deployment import Deployment
+
+    deployed = Deployment(tmp_path_factory.mktemp("deployment"), default_model)
+    try:
+        yield deployed
+    finally:
+        deployed.end()
 
 
 @pytest.fixture(scope="session")

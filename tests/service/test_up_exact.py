@@ -6,7 +6,6 @@ The default run takes 12 prompts, GOLDEN=all takes all 64. "The same tokens" is 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,9 +13,6 @@ import grpc.aio
 import pytest
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc
 from decant_up import Up
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
-
 from references import Reference, load_references, near_tie_or_none
 
 pytestmark = [pytest.mark.sockets, pytest.mark.model, pytest.mark.timeout(480)]
