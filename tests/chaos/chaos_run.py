@@ -1,0 +1,215 @@
+# ruff: noqa: T201 - a verb that prints its figures
+"""Faults on real processes under load: `make chaos FAULTS=n [SEED=k] [MODEL=toy|random|real]`.
+
+One router, two prefill and two decode nodes; streams that never stop; one node down at a time. At the end: no client error, every
+answer equal to the unharmed one, nothing left over anywhere. Exit code 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos_cluster import DECODE, MEMBERS, PREFILL, SILENCE_LIMIT_S, Cluster
+from chaos_faults import Injected, deck
+from chaos_load import Load, draw_questions, usual_seconds
+from chaos_models import ServedModel, served_model
+from chaos_network import Network, why_not_possible
+from chaos_storms import StormOutcome, storms
+
+QUESTIONS = 24
+KNOWN_AT_ONCE_S = 1.0
+KNOWN_BY_SILENCE_S = SILENCE_LIMIT_S + 0.5
+DESCRIPTORS_LIMIT_S = 15.0
+ALL_PAIRS = {(decode, prefill) for decode in DECODE for prefill in PREFILL}
+
+
+@dataclass
+class Report:
+    injected: list[Injected] = field(default_factory=list)
+    noticed: list[dict[tuple[str, str], float]] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
+    storms: list[StormOutcome] = field(default_factory=list)
+
+
+async def chaos(
+    cluster: Cluster, model: ServedModel, faults: int, streams: int, seed: int, with_storms: bool
+) -> tuple[Report, Load]:
+    report, chance = Report(), random.Random(seed)
+    await cluster.whole()
+    async with cluster.channel() as channel:
+        load = Load(model, channel, draw_questions(model, QUESTIONS, chance), seed)
+        await load.learn()
+        while await cluster.pairs() != ALL_PAIRS:
+            await load.once()
+        report.left_over += await cluster.rest()
+        before = {name: cluster[name].descriptors() for name in MEMBERS}
+        load.start(streams)
+        await inject(cluster, report, faults, chance)
+        await load.stop()
+        report.storms = await storms(cluster, load, seed) if with_storms else []
+        await load.once()
+    report.left_over += await cluster.rest()
+    report.left_over += await descriptors_left(cluster, before)
+    return report, load
+
+
+async def inject(cluster: Cluster, report: Report, faults: int, chance: random.Random) -> None:
+    round_of_faults: list[int] = []
+    kinds = deck(cluster.network is not None)
+    while len(report.injected) < faults:
+        if not round_of_faults:
+            round_of_faults = list(range(len(kinds)))
+            chance.shuffle(round_of_faults)
+        await asyncio.sleep(chance.uniform(0.2, 1.0))  # some time without harm
+        offsets = cluster.log_sizes()
+        done = await kinds[round_of_faults.pop()](cluster, chance)
+        await cluster.whole()
+        for fault in done:
+            noticed = cluster.noticed(offsets, fault.begun, max(fault.healed, fault.begun + KNOWN_BY_SILENCE_S))
+            noticed = {pair: seconds for pair, seconds in noticed.items() if pair in fault.broken}
+            report.injected.append(fault)
+            report.noticed.append(noticed)
+            print(row(len(report.injected), fault, noticed), flush=True)
+
+
+def broken_by(report: Report) -> list[str]:
+    return [told for storm in report.storms for told in storm.broken]
+
+
+def row(number: int, fault: Injected, noticed: dict[tuple[str, str], float]) -> str:
+    seen = ", ".join(f"{observer} {seconds:.2f}" for (observer, _), seconds in sorted(noticed.items()))
+    return f"{number:>4}  {fault.kind:<15} {fault.detail:<44} {fault.proof:<22} noticed after s: {seen or '-'}"
+
+
+async def descriptors_left(cluster: Cluster, before: dict[str, Counter[str]]) -> list[str]:
+    """Descriptors beyond what the members of a role had when every pair had met; waits for connections that are closing."""
+    most = {name: max((before[one] for one in MEMBERS if one[:4] == name[:4]), key=Counter.total) for name in MEMBERS}
+    left: dict[str, Counter[str]] = {}
+    deadline = time.monotonic() + DESCRIPTORS_LIMIT_S
+    while time.monotonic() < deadline:
+        now = {name: cluster[name].descriptors() for name in MEMBERS}
+        left = {name: now[name] - most[name] for name in MEMBERS if now[name].total() > most[name].total()}
+        if not left:
+            return []
+        await asyncio.sleep(0.1)
+    return [f"{name}: descriptors beyond those at the start: {dict(more)}" for name, more in left.items()]
+
+
+def summary(report: Report, load: Load, model: ServedModel, seconds: float) -> list[str]:
+    verdict = load.verdict
+    harmed = [(fault.begun, fault.healed + 1.0) for fault in report.injected]
+    usual = usual_seconds(verdict.answers, harmed)
+    lines = [
+        "",
+        f"{'kind':<16}{'injected':>9}{'noticed by':>12}{'median s':>10}{'most s':>8}{'bound s':>9}{'beyond':>8}",
+    ]
+    for kind, count in sorted(Counter(fault.kind for fault in report.injected).items()):
+        times = [
+            second
+            for fault, noticed in zip(report.injected, report.noticed, strict=True)
+            if fault.kind == kind
+            for second in noticed.values()
+        ]
+        if not times:
+            lines.append(f"{kind:<16}{count:>9}{'-':>12}")
+            continue
+        bound = KNOWN_AT_ONCE_S if "KILL" in kind else KNOWN_BY_SILENCE_S
+        beyond = sum(second > bound for second in times)
+        middle, most = statistics.median(times), max(times)
+        lines.append(f"{kind:<16}{count:>9}{len(times):>12}{middle:>10.2f}{most:>8.2f}{bound:>9.1f}{beyond:>8}")
+    for what, kinds in (("killed", "KILL"), ("any", "")):
+        hit = [
+            answer.ended - answer.begun - usual[answer.question]
+            for answer in verdict.answers
+            if answer.question in usual
+            and any(kinds in f.kind and answer.begun < f.begun < answer.ended for f in report.injected)
+        ]
+        if hit:
+            lines.append(
+                f"answers under way at a fault ({what}): {len(hit)}, later than usual by "
+                f"{statistics.median(hit):.2f} s in the median, {max(hit):.2f} s at most"
+            )
+    lines += latest(report, load, usual)
+    lines += [storm.line for storm in report.storms]
+    lines += [f"near-tie: {told}" for told in verdict.near_ties]
+    lines += [f"ERROR {told}" for told in verdict.errors] + [f"WRONG {told}" for told in verdict.wrong]
+    lines += [f"LEFT OVER {told}" for told in report.left_over]
+    lines += [f"BROKEN {told}" for told in broken_by(report)]
+    lines.append(
+        f"chaos: {len(report.injected)} faults on the {model.kind} model in {seconds:.0f} s, "
+        f"{len(verdict.answers)} answers ({sum(len(a.tokens) for a in verdict.answers)} tokens), "
+        f"{len(verdict.errors)} client errors, {len(verdict.wrong)} wrong answers, {len(verdict.near_ties)} near-ties, "
+        f"{len(report.left_over)} leftovers, {len(broken_by(report))} promises broken in storms"
+    )
+    return lines
+
+
+def latest(report: Report, load: Load, usual: dict[int, float]) -> list[str]:
+    """The answers that came latest, each with the faults that it met."""
+    late = [(a.ended - a.begun - usual[a.question], a) for a in load.verdict.answers if a.question in usual]
+    return [
+        f"latest: {by:.2f} s later than usual; first token after {answer.first_token_s:.2f} s, longest gap "
+        f"{answer.longest_gap_s:.2f} s; met "
+        + (
+            ", ".join(
+                f"{f.kind} {f.detail}" for f in report.injected if answer.begun < f.healed and f.begun < answer.ended
+            )
+            or "no fault"
+        )
+        for by, answer in sorted(late, key=lambda pair: -pair[0])[:3]
+    ]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--model", choices=("toy", "random", "real"), default="random")
+    parser.add_argument("--loopback", action="store_true", help="no namespaces: processes are harmed, links are not")
+    parser.add_argument("--storms", action=argparse.BooleanOptionalAction, default=True, help="storms after the faults")
+    parser.add_argument("--keep", type=Path, default=None, help="folder for logs, kept")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
+    missing = None if options.loopback else why_not_possible()
+    if missing is not None:
+        print(
+            f"links cannot be harmed here ({missing}): run as root with iproute2, or with --loopback", file=sys.stderr
+        )
+        return 2
+    print(
+        f"chaos: seed {seed}, {options.streams} streams, {options.model} model, links {'not ' * options.loopback}harmed"
+    )
+    with ExitStack() as stack:
+        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decant-chaos-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        network = None if options.loopback else stack.enter_context(Network(MEMBERS, os.getpid() % 256))
+        model = served_model(options.model, folder)
+        common = (*model.options, f"--slot-bytes={model.slot_bytes}", f"--staging-bytes={32 * model.slot_bytes}")
+        common += ("--kv-cache-memory-bytes=192MiB", "--max-num-seqs=16", "--max-num-batched-tokens=256")
+        roles = {"prefill": (), "decode": ("--no-enable-prefix-caching",)}
+        cluster = stack.enter_context(Cluster(folder, model.folder, network, common, roles))
+        begun = time.monotonic()
+        report, load = asyncio.run(chaos(cluster, model, options.faults, options.streams, seed, options.storms))
+        print("\n".join(summary(report, load, model, time.monotonic() - begun)))
+    verdict = load.verdict
+    return 1 if verdict.errors or verdict.wrong or report.left_over or broken_by(report) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
