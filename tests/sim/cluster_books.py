@@ -8,7 +8,7 @@ Must not know: faults, routers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from engine.model.toy_kv import ToyPool, toy_kv
 from engine.request import Stage
 from foundation.ids import CreditNumber, TransferId
 from kv_transfer import staging
+from kv_transfer.driver import ParcelStage
 from kv_transfer.pool_copy import parcel_blocks
 from kv_transfer.protocol import effects as do
 from kv_transfer.protocol import events as on
@@ -39,6 +40,8 @@ class Books:
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
         self.trace: list[tuple[float, str, Any]] = []
+        self.parcel: Callable[[ParcelStage, str, str], None] = lambda stage, prefill, decode: None
+        """Told of each parcel that has come to a stage, with its transfer's two nodes."""
         self._sealed: set[TransferId] = set()
         self._ended: set[tuple[Process, TransferId]] = set()
 

@@ -3,7 +3,8 @@
 At every moment at least two decode nodes are whole and the router reaches them: faults that cost a decode node its attempts
 come one at a time, with time for the router to hear of the node again, and at most `MOST_LOSSES` of them, which is one less
 than the attempts that a request has. So a client never has cause to see an error. Prefill nodes, and links between prefill
-and decode nodes, may all fail at once.
+and decode nodes, may all fail at once. Most faults are aimed: they strike the two nodes of a transfer just as one of its
+parcels has been gathered, sent, landed or scattered.
 
 Must not know: what the nodes do about it.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster_books import Books
@@ -20,16 +21,25 @@ from cluster_clock import VirtualLoop
 from cluster_effects import KINDS
 from cluster_wires import NOBODY, Wires
 
+from kv_transfer.driver import ParcelStage
+
 MOST_LOSSES = 4
 RECOVERY_S = 4.0
 """From the end of a fault that cost attempts to the next: dialling anew, and being heard of."""
 
 ROUTER = "router"
+AIMED_S = 3.0
+AIMED_SHARE = 0.7
+STAGES: tuple[ParcelStage, ...] = ("gathered", "sent", "landed", "scattered")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`where`: one machine, or two. `lasts_s`: until it is healed, restarted or resumed."""
+    """`where`: one machine, or two. `lasts_s`: until it is healed, restarted or resumed.
+
+    With a `stage` it waits, from `at_s` on, for the `parcels`-th parcel that reaches it, and strikes that transfer's nodes; it
+    strikes its own after `AIMED_S` without one.
+    """
 
     kind: str
     at_s: float
@@ -37,10 +47,13 @@ class Fault:
     where: tuple[str, ...]
     detail: str = ""
     number: int = 0
+    stage: ParcelStage | None = None
+    parcels: int = 1
 
     def __str__(self) -> str:
         more = f" {self.detail} {self.number}" if self.detail else ""
-        return f"{self.kind} {' '.join(self.where)}{more} at {self.at_s:.3f} s for {self.lasts_s:.3f} s"
+        aim = f" or when {self.parcels} parcels are {self.stage}" if self.stage else ""
+        return f"{self.kind} {' '.join(self.where)}{more} at {self.at_s:.3f} s{aim} for {self.lasts_s:.3f} s"
 
 
 PARCEL_FAULTS = (
@@ -51,7 +64,7 @@ PARCEL_FAULTS = (
 
 def draw_faults(rng: random.Random, prefill: Sequence[str], decode: Sequence[str], within_s: float) -> list[Fault]:
     drawer = _Drawer(rng, prefill, decode, within_s)
-    faults = [drawer.harmless() for _ in range(rng.randint(0, 7))]
+    faults = [drawer.aimed(drawer.harmless()) for _ in range(rng.randint(0, 7))]
     return sorted(faults + drawer.losses(rng.randint(0, MOST_LOSSES)), key=lambda fault: fault.at_s)
 
 
@@ -94,6 +107,12 @@ class _Drawer:
                 number = 50 if kind == "slow" else 0
                 return Fault(kind, at_s, short_s, (ROUTER, prefill), "milliseconds" if number else "", number)
 
+    def aimed(self, fault: Fault) -> Fault:
+        """The same fault, most often at the moment of some parcel."""
+        if self._rng.random() >= AIMED_SHARE:
+            return fault
+        return replace(fault, stage=self._rng.choice(STAGES), parcels=self._rng.choice((1, 2, 3, 5, 8, 13)))
+
     def losses(self, count: int) -> list[Fault]:
         """Those that do, one after the other."""
         rng, at_s = self._rng, self._rng.uniform(0, 2.0)
@@ -111,8 +130,9 @@ class _Drawer:
                     fault = Fault("cut", at_s, lasts_s, (decode, ROUTER) if rng.random() < 0.5 else (ROUTER, decode))
                 case _:
                     fault = Fault("break", at_s, 0.0, (ROUTER, decode))
+            fault = self.aimed(fault)
             faults.append(fault)
-            at_s += fault.lasts_s + RECOVERY_S + rng.uniform(0, 2.0)
+            at_s += fault.lasts_s + RECOVERY_S + rng.uniform(0, 2.0) + (AIMED_S if fault.stage else 0)
         return faults
 
 
@@ -128,11 +148,30 @@ class Harm:
         self._books = books
         self._restart = restart
         self.open = 0
+        self._aimed: dict[Fault, int] = {}
+        """Faults that wait for a parcel, and for how many more."""
 
     def schedule(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
             self.open += 1
-            self._loop.call_later(fault.at_s, self._begin, fault, context=NOBODY)
+            self._loop.call_later(fault.at_s, self._aim if fault.stage else self._begin, fault, context=NOBODY)
+
+    def _aim(self, fault: Fault) -> None:
+        self._aimed[fault] = fault.parcels
+        self._loop.call_later(AIMED_S, self._strike, fault, fault, context=NOBODY)
+
+    def parcel(self, stage: ParcelStage, prefill: str, decode: str) -> None:
+        """A parcel between these two has come so far."""
+        for fault in [fault for fault in self._aimed if fault.stage == stage]:
+            self._aimed[fault] -= 1
+            if self._aimed[fault] == 0:
+                nodes = {"p": prefill, "d": decode}
+                here = replace(fault, where=tuple(nodes.get(name[0], name) for name in fault.where))
+                self._loop.call_soon(self._strike, fault, here, context=NOBODY)
+
+    def _strike(self, fault: Fault, here: Fault) -> None:
+        if self._aimed.pop(fault, None) is not None:
+            self._begin(here)
 
     def _begin(self, fault: Fault) -> None:
         """A machine that is down or stopped already is left alone."""

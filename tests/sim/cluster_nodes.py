@@ -30,14 +30,14 @@ from engine.kv_cache.storage import KvStorage
 from engine.loop import Engine
 from engine.port import EngineEvent
 from foundation.fingerprint import Fingerprint
-from foundation.ids import Incarnation, NodeId
+from foundation.ids import Incarnation, NodeId, TransferId
 from foundation.keys import MasterKeys
 from foundation.kv_layout import KvLayout
 from foundation.metrics import NodeMetrics
 from foundation.registry_entry import ANNOUNCE_EVERY_S, LEASE_S, NodeEntry, Role
 from kv_transfer import decode_driver, prefill_driver
 from kv_transfer.decode_driver import DecodeDriver
-from kv_transfer.driver import EngineProgress, MeteredTransfers, NodeIdentity, TransferLimits
+from kv_transfer.driver import EngineProgress, MeteredTransfers, NodeIdentity, ParcelStage, TransferLimits
 from kv_transfer.faults import Faults
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.prefill_driver import PrefillDriver
@@ -50,6 +50,8 @@ from router.registry import EmbeddedRegistry
 FINGERPRINT = Fingerprint("toy", "toy", "toy", VOCABULARY_SIZE, "float32", "", "", 1)
 STEP_LIMIT_S = 0.3
 LONGEST_CLOCK_OFFSET_S = 1e6
+METRICS = NodeMetrics()
+"""Of all nodes together: nothing here looks at them."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Life:
         self.faults = Faults()
         self.driver: Any = None
         self.service: Any = None
+        self.observer = WatchedTransfers(self)
         self._rng = rng
         world.books.lives[self.process] = self
         self.process.context.copy().run(self._start)
@@ -106,7 +109,6 @@ class Life:
 
     def _start(self) -> None:
         machine, loop = self.machine, self.world.loop
-        self.metrics = NodeMetrics()
         self.storage = KvStorage(machine.layout, machine.config.num_blocks)
         engine = Engine(machine.config, ToyRunner(self.storage), self.storage.owner_words)
         self.engine = SimulatedEngine(engine, lambda: self._rng.uniform(*machine.step_s))
@@ -120,11 +122,11 @@ class Life:
             self._build_decode()
         else:
             await self._build_prefill(server)
-        feed = EngineFeed(self.engine.status, self.metrics)
+        feed = EngineFeed(self.engine.status, METRICS)
 
         def status() -> node_pb2.NodeStatus:
             epoch = 0 if self.decodes else self.driver.epoch
-            return feed.node_status((), self.service.draining, epoch)
+            return feed.node_status((), self.service.draining, epoch, self.observer.bytes_per_second)
 
         streams = RouterStreams(self.service, self._hello(), status, machine.limits.heartbeat_s)
 
@@ -143,7 +145,7 @@ class Life:
 
     def _build_decode(self) -> None:
         machine = self.machine
-        self.service = DecodeService(self.engine.post, machine.config, VOCABULARY_SIZE, self.metrics)
+        self.service = DecodeService(self.engine.post, machine.config, VOCABULARY_SIZE, METRICS)
         with patch.object(decode_driver, "Copier", self._copier):
             self.driver = DecodeDriver(
                 self._identity(),
@@ -152,14 +154,14 @@ class Life:
                 self.transport,
                 self.service,
                 self._progress,
-                MeteredTransfers(self.metrics),
+                self.observer,
                 self.faults,
             )
         self.service.use(self.driver)
 
     async def _build_prefill(self, server: SimulatedServer) -> None:
         machine = self.machine
-        self.service = PrefillService(self.engine.post, machine.config, VOCABULARY_SIZE, self.metrics)
+        self.service = PrefillService(self.engine.post, machine.config, VOCABULARY_SIZE, METRICS)
         data_address = await self.transport.listen(machine.name, 2)
         with patch.object(prefill_driver, "Copier", self._copier):
             self.driver = PrefillDriver(
@@ -171,7 +173,7 @@ class Life:
                 self.world.keys.for_node(machine.name),
                 self.service,
                 self._progress,
-                MeteredTransfers(self.metrics),
+                self.observer,
                 self.faults,
             )
         self.service.use(self.driver)
@@ -206,6 +208,7 @@ class Life:
             max_model_len=config.max_model_len,
             block_size=config.block_size,
             step_limit_ms=round(STEP_LIMIT_S * 1000),
+            kv_bytes_per_token=self.machine.layout.token_bytes,
         )
 
     def _entry(self) -> NodeEntry:
@@ -231,6 +234,22 @@ class Life:
     def resume(self) -> None:
         self.transport.resume()
         self.world.loop.resume(self.process)
+
+
+class WatchedTransfers(MeteredTransfers):
+    """Tells the books of each parcel."""
+
+    def __init__(self, life: Life) -> None:
+        super().__init__(METRICS)
+        self._life = life
+
+    def parcel(self, stage: ParcelStage, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None:
+        super().parcel(stage, transfer, parcel_index, payload_bytes)
+        found = self._life.driver.side.transfers.get(transfer)
+        if found is not None:
+            here, there = self._life.machine.name, found.peer
+            prefill, decode = (there, here) if self._life.decodes else (here, there)
+            self._life.world.books.parcel(stage, prefill, decode)
 
 
 def engine_config(rng: random.Random, block_size: int, positions: int, decodes: bool) -> EngineConfig:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
@@ -41,6 +42,7 @@ from kv_transfer.prefill_driver import PrefillDriver
 from kv_transfer.transport.memory import FENCED, READS
 from router.clients import LinkTiming
 from router.fleet import Fleet
+from router.placement import Disaggregate
 from router.registry import EmbeddedRegistry
 
 PREFILL_NODES = tuple(NodeId(f"p{number}") for number in range(2))
@@ -133,12 +135,14 @@ class Cluster:
         for machine in self.machines:
             self._restart(machine.name)
         timing = LinkTiming(SILENCE_S, HEARTBEAT_S)
-        fleet = Fleet(registry, ROUTER, self.keys, timing, self.loop.time)
+        disaggregate = Disaggregate.AUTO if self.rng.random() < 0.15 else Disaggregate.ALWAYS
+        fleet = Fleet(registry, ROUTER, self.keys, timing, self.loop.time, disaggregate=disaggregate)
         self.clients = Clients(router, fleet, self.books, self.machines[0].layout, self.machines[0].config)
         self.loop.run(self.loop.now_s + SETTLING_S)
         router.context.copy().run(self.clients.start, self.wishes)
         self.loop.run(self.loop.now_s + SETTLING_S)
         self.harm = Harm(self.loop, self.wires, self.lives, self.books, self._restart)
+        self.books.parcel = self.harm.parcel
         self.harm.schedule(self.faults)
 
     def _restart(self, name: str) -> None:
@@ -151,7 +155,7 @@ class Cluster:
         books.require(faults_over, "a fault is never over")
         answered = loop.run(loop.now_s + ANSWERED_WITHIN_S, lambda: self.clients.unfinished == 0)
         if not answered:
-            waiting = self.clients.dispatcher.why_waiting()
+            waiting = self.clients.dispatcher.accounts(waiting=True)
             books.violated(f"{self.clients.unfinished} requests never end; {waiting}")
         if not loop.run(loop.now_s + REST_WITHIN_S, lambda: not books.unrest(), look_every=256):
             books.violated(f"I7: no rest: {'; '.join(books.unrest()[:8])}")
@@ -197,7 +201,7 @@ def _plan(cluster: Cluster) -> str:
 
 @contextmanager
 def _world_replaced(cluster: Cluster) -> Iterator[None]:
-    """What nodes and router take from their surroundings: gRPC channels, random numbers, logs; and the books look on."""
+    """What nodes and router take from their surroundings: gRPC channels, random numbers, time, logs; and the books look on."""
     books, draws = cluster.books, random.Random(cluster.rng.getrandbits(64))
 
     def channel(address: str, options: object = None) -> SimulatedChannel:
@@ -216,6 +220,7 @@ def _world_replaced(cluster: Cluster) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(grpc.aio, "insecure_channel", channel))
         stack.enter_context(patch.object(secrets, "randbits", draws.getrandbits))
+        stack.enter_context(patch.object(time, "perf_counter", lambda: cluster.loop.now_s))
         stack.enter_context(_looked_at(DecodeDriver, books.decode_turn))
         stack.enter_context(_looked_at(PrefillDriver, books.prefill_turn))
         yield
