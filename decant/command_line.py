@@ -1,4 +1,4 @@
-"""`decant up | prefill | decode | router | doctor`: picks the command, and turns what stops a start into one message.
+"""`decant COMMAND`: picks the command, and turns what stops a start into one message.
 
 Exit codes: 0 served and stopped in order, 1 something failed, 2 a setting is wrong (the message names it).
 
@@ -47,17 +47,38 @@ def _doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return command(arguments, environment)
 
 
+def _complete(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant.talk import complete
+
+    return complete(arguments, environment)
+
+
+def _chat(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant.talk import chat
+
+    return chat(arguments, environment)
+
+
+def _why(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant.talk import why
+
+    return why(arguments, environment)
+
+
 COMMANDS: dict[str, tuple[Command, str]] = {
     "up": (_up, "serve a model on this machine: router, prefill node and decode node"),
     "prefill": (_prefill, "run a prefill node"),
     "decode": (_decode, "run a decode node"),
     "router": (_router, "run a router: OpenAI and gRPC front door"),
     "doctor": (_doctor, "check libraries, UCX lanes, ports, memory limits and the model"),
+    "complete": (_complete, "continue a text"),
+    "chat": (_chat, "talk to the model"),
+    "why": (_why, "say what a request waits for, on whom, and since when"),
 }
 
 
 def usage() -> str:
-    lines = [f"  {name:<9}{help}" for name, (_, help) in COMMANDS.items()]
+    lines = [f"  {name:<10}{help}" for name, (_, help) in COMMANDS.items()]
     return "\n".join(
         ["usage: decant COMMAND [options]", "", *lines, "", "decant COMMAND --help lists the options.", ""]
     )

@@ -45,7 +45,15 @@ from router.journey import (
 )
 from router.placement import NoPlacement, Placement, prefix_chain
 from router.tokenizer import ModelText
-from router.wording import RETRY_AFTER_S, computed_on, placement_reason, refusal_of, sampling_message, unavailable
+from router.wording import (
+    RETRY_AFTER_S,
+    Account,
+    computed_on,
+    placement_reason,
+    refusal_of,
+    sampling_message,
+    unavailable,
+)
 
 log = get_logger()
 
@@ -126,10 +134,20 @@ class Dispatcher:
             ongoing.stream.fail(unavailable("this router is shutting down", "draining"))
             ongoing.handle(ClientLeft())
 
-    def why_waiting(self) -> list[dict[str, object]]:
-        """Each request without a first token: on whom it waits, for what, and since when."""
+    def cancel(self, request_id: str) -> bool:
+        """End a request for its client, who reads that it was cancelled. False when there is none of that id."""
+        ongoing = self._ongoing.get(request_id)
+        if ongoing is None:
+            return False
+        ongoing.stream.fail(Refusal(RefusalKind.CANCELLED, "the request was cancelled", code="cancelled"))
+        ongoing.handle(ClientLeft())
+        return True
+
+    def accounts(self, *, waiting: bool = False) -> list[Account]:
+        """Each request in flight, or each that has no token yet: where it is, on whom it waits, for what, and since when."""
         now_s = self._now()
-        return [ongoing.account(now_s) for ongoing in self._ongoing.values() if not ongoing.first_token_seen]
+        ongoing = self._ongoing.values()
+        return [one.account(now_s) for one in ongoing if not (waiting and one.first_token_seen)]
 
     # --- FleetListener
 
@@ -214,19 +232,22 @@ class _Ongoing:
         ending = _ENDINGS.get(output.finish_reason)
         self.handle(Output(output.attempt, output.tokens, ending, output.failure, output.retryable))
 
-    def account(self, now_s: float) -> dict[str, object]:
-        placement = self._placement
-        return {
-            "request": self.generation.request_id,
-            "correlation": self.generation.correlation_id or None,
-            "attempt": self.journey.attempt,
-            "waits_on": self.journey.node,
-            "waits_for": self.journey.waiting_reason or "first_token",
-            "since_s": round(now_s - self._began_s, 3),
-            "expected_s": self._expected_s,
-            "computed_on": computed_on(placement) if placement is not None else None,
-            "placed_because": placement_reason(placement) if placement is not None else None,
-        }
+    def account(self, now_s: float) -> Account:
+        placement, journey = self._placement, self.journey
+        return Account(
+            request=self.generation.request_id,
+            correlation=self.generation.correlation_id,
+            attempt=journey.attempt,
+            waits_on=journey.node,
+            waits_for=journey.waiting_reason or ("last_token" if self.first_token_seen else "first_token"),
+            since_s=round(now_s - self._began_s, 3),
+            expected_s=self._expected_s,
+            computed_on=computed_on(placement) if placement is not None else None,
+            placed_because=placement_reason(placement) if placement is not None else None,
+            prompt_tokens=len(self.generation.prompt),
+            answer_tokens=len(journey.log),
+            lost=tuple(f"{node}: {reason}" for node, reason in journey.lost),
+        )
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:

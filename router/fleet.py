@@ -64,6 +64,8 @@ class Fleet:
         self._disaggregate = disaggregate
         self._links: dict[NodeId, NodeLink] = {}
         self._memory = PrefixMemory()
+        self._withheld: set[NodeId] = set()
+        """Nodes that an operator told this router to give no work."""
         self._pending: dict[str, tuple[NodeLink, int]] = {}
         """Requests without a first token: where their prompt is being computed, and its tokens."""
         self._listener: FleetListener | None = None
@@ -92,11 +94,11 @@ class Fleet:
     def not_ready_reasons(self) -> list[str]:
         """Empty when a request could be served now."""
         decoders = self.links(Role.DECODE)
-        if any(self._refusal(link) is None for link in decoders):
+        if any(self.refusal(link) is None for link in decoders):
             return []
         if not decoders:
             return ["no_decode_node"]
-        return [f"{link.node_id}: {self._refusal(link)}" for link in decoders]
+        return [f"{link.node_id}: {self.refusal(link)}" for link in decoders]
 
     def connected_by_role(self) -> dict[str, int]:
         live = (LinkState.READY, LinkState.SUSPECT)
@@ -110,12 +112,21 @@ class Fleet:
                 "role": link.entry.role.value,
                 "address": link.entry.control_address,
                 "link": link.health.state.value,
-                "refusal": self._refusal(link),
+                "refusal": self.refusal(link),
                 "not_ready_reasons": list(link.health.status.not_ready_reasons) if link.health.status else [],
                 "attempts": len(link.attempts),
             }
             for link in self._links.values()
         ]
+
+    def withhold(self, node: NodeId, *, resume: bool) -> bool:
+        """No new work for this node, or work again. False when there is no such node."""
+        if node not in self._links:
+            return False
+        (self._withheld.discard if resume else self._withheld.add)(node)
+        if resume and self._listener is not None:
+            self._listener.fleet_changed()
+        return True
 
     def context_limit(self) -> int | None:
         """The longest context of any decode node that is or was connected."""
@@ -209,7 +220,7 @@ class Fleet:
         return Candidate(
             key=NodeKey(link.node_id, hello.incarnation if hello else link.entry.incarnation),
             role=link.entry.role,
-            refusal=self._refusal(link),
+            refusal=self.refusal(link),
             compatible_with=hello.fingerprint_digest.hex() if hello else "",
             context_limit=hello.max_model_len if hello else 0,
             sequences=max(own, status.running + status.waiting if status else 0),
@@ -219,8 +230,11 @@ class Fleet:
             lanes=status.lanes if status else {},
         )
 
-    def _refusal(self, link: NodeLink) -> str | None:
+    def refusal(self, link: NodeLink) -> str | None:
+        """Why a node gets no new work now, by name; None when it does."""
         refusal = link.health.refusal(self._now())
+        if refusal is None and link.node_id in self._withheld:
+            return "node_withheld"
         if refusal is None and link.hello is not None and self._tokenizer_fingerprint is not None:
             theirs = link.hello.fingerprint.tokenizer
             if theirs != self._tokenizer_fingerprint:
@@ -270,6 +284,7 @@ class Fleet:
 
     async def _remove(self, link: NodeLink) -> None:
         del self._links[link.node_id]
+        self._withheld.discard(link.node_id)
         await link.close()
         self.link_lost(link, "node_gone")
 

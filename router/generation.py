@@ -35,6 +35,7 @@ class RefusalKind(Enum):
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
     DEADLINE = "deadline"
+    CANCELLED = "cancelled"
     INTERNAL = "internal"
 
 

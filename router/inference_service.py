@@ -26,11 +26,14 @@ _CODES = {
     RefusalKind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RefusalKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     RefusalKind.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RefusalKind.CANCELLED: grpc.StatusCode.CANCELLED,
     RefusalKind.INTERNAL: grpc.StatusCode.INTERNAL,
 }
 _FINISH = {"stop": types_pb2.FINISH_REASON_STOP, "length": types_pb2.FINISH_REASON_LENGTH}
 
 Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+CancelContext = grpc.aio.ServicerContext[inference_pb2.CancelRequest, inference_pb2.CancelResponse]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -52,6 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except RequestRefused as refused:
             await _abort(context, refused.refusal)
         try:
+            await context.send_initial_metadata((("decant-request-id", generation.request_id),))
             while True:
                 piece = await stream.next()
                 if piece.failure is not None:
@@ -61,6 +65,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     return
         finally:
             stream.close()
+
+    async def Cancel(
+        self, request: inference_pb2.CancelRequest, context: CancelContext
+    ) -> inference_pb2.CancelResponse:
+        return inference_pb2.CancelResponse(found=self._dispatcher.cancel(request.request_id))
 
     async def _generation(self, request: inference_pb2.GenerateRequest, context: Context) -> Generation:
         intake = self._intake

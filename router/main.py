@@ -18,7 +18,14 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import uvloop
-from decant_proto.v1 import inference_pb2, inference_pb2_grpc, registry_pb2, registry_pb2_grpc
+from decant_proto.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+)
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
@@ -30,6 +37,7 @@ from foundation.metrics import RouterMetrics
 from foundation.model_folder import resolve_model_folder, served_model_name
 from foundation.ports import require_free_port
 from foundation.registry_redis import RedisRegistry
+from router.admin_service import AdminService
 from router.clients import LARGEST_MESSAGE_BYTES, LinkTiming
 from router.dispatch import Dispatcher, Limits
 from router.fleet import Fleet
@@ -172,11 +180,13 @@ class Router:
     def _add_services(self) -> None:
         services = [
             inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+            admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
             health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
             reflection.SERVICE_NAME,
         ]
         service = InferenceService(self.intake, self.dispatcher, self.metrics)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self._grpc)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.fleet, self.dispatcher), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
         if self.embedded is not None:
             registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(self.embedded), self._grpc)

@@ -5,6 +5,8 @@ Must not know: requests in flight, sockets.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from decant_proto.v1 import types_pb2
 
 from router.generation import Refusal, RefusalKind, Sampling
@@ -12,6 +14,28 @@ from router.journey import Fail
 from router.placement import Placement
 
 RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One request in flight, for people."""
+
+    request: str
+    correlation: str
+    attempt: int
+    waits_on: str | None
+    waits_for: str
+    since_s: float
+    expected_s: float | None
+    computed_on: str | None
+    placed_because: str | None
+    prompt_tokens: int
+    answer_tokens: int
+    lost: tuple[str, ...]
+
+    def named(self, name: str) -> bool:
+        """Whether people may mean this one: by our id, as it stands in a response, or by the client's own."""
+        return self.request in (name, name.partition("-")[2]) or (bool(self.correlation) and self.correlation == name)
 
 
 def computed_on(placement: Placement) -> str:

@@ -22,6 +22,7 @@ STATUS = {
     RefusalKind.OVERLOADED: 503,
     RefusalKind.UNAVAILABLE: 503,
     RefusalKind.DEADLINE: 504,
+    RefusalKind.CANCELLED: 499,
     RefusalKind.INTERNAL: 500,
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from time import time
 
@@ -118,7 +119,7 @@ class HttpServer:
 
     async def _waiting(self, request: web.Request) -> web.Response:
         """Which requests have no token yet, on whom they wait, for what, and since when."""
-        return web.json_response({"waiting": self._dispatcher.why_waiting()})
+        return web.json_response({"waiting": [asdict(account) for account in self._dispatcher.accounts(waiting=True)]})
 
     # --- small endpoints of the API
 

@@ -39,12 +39,24 @@ class InferenceStub:
                 request_serializer=decant__proto_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=decant__proto_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/decant.v1.Inference/Cancel',
+                request_serializer=decant__proto_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+                response_deserializer=decant__proto_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
+        """The request's id is in the initial metadata (decant-request-id) before the first token is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -57,6 +69,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=decant__proto_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=decant__proto_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=decant__proto_dot_v1_dot_inference__pb2.CancelRequest.FromString,
+                    response_serializer=decant__proto_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class Inference:
             '/decant.v1.Inference/Generate',
             decant__proto_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             decant__proto_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/decant.v1.Inference/Cancel',
+            decant__proto_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+            decant__proto_dot_v1_dot_inference__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,298 @@
+"""A typed client of a router's gRPC API, sync (`Client`) and async (`AsyncClient`): the same methods, the same results.
+
+    with Client("127.0.0.1:9000") as client:
+        for piece in client.generate("Once upon a time", max_tokens=64):
+            print(piece.text, end="")
+
+A prompt is a text, token ids, or a chat (`[("user", "Hello")]`). What goes wrong is an `ApiError` with the router's code and
+whether the same request may succeed later. Leaving a `generate` early cancels the request; so does `cancel` from elsewhere.
+
+Must not know: router, engine, torch; only the wire contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+from decant_proto.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+
+Chat = Sequence[tuple[str, str]]
+"""(role, content) pairs."""
+Prompt = str | Sequence[int] | Chat
+
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT")
+
+_FINISH = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class Sampling(TypedDict, total=False):
+    """Everything optional: what is not given takes the server's default. Names and ranges are those of the OpenAI API."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    logprobs: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+
+
+class ApiError(Exception):
+    """The router refused or could not finish a request."""
+
+    def __init__(self, status: grpc.StatusCode, message: str, code: str, *, retryable: bool) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        """A name for programs, such as `overloaded` or `invalid_value`; empty when no router answered."""
+        self.retryable = retryable
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new since the last piece; the last one carries `finish_reason` and `usage`."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    logprobs: tuple[float, ...] = field(default=())
+
+
+class Client:
+    """Blocking. One connection, any number of requests at once from any number of threads."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: host:port of a router's --grpc-port."""
+        self._channel = grpc.insecure_channel(address)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        stop: Sequence[str] = (),
+        timeout_s: float | None = None,
+        model: str = "",
+        **sampling: Unpack[Sampling],
+    ) -> Iterator[Piece]:
+        """Pieces as they come. Raises ApiError."""
+        call = self._inference.Generate(_request(prompt, stop, timeout_s, model, sampling))
+        try:
+            for response in call:
+                yield _piece(response)
+        except grpc.RpcError as error:
+            raise _api_error(error) from None
+        finally:
+            call.cancel()
+
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        stop: Sequence[str] = (),
+        timeout_s: float | None = None,
+        model: str = "",
+        **sampling: Unpack[Sampling],
+    ) -> Completion:
+        """The whole answer. Raises ApiError."""
+        return _joined(list(self.generate(prompt, stop=stop, timeout_s=timeout_s, model=model, **sampling)))
+
+    def cancel(self, request_id: str) -> bool:
+        """False when it had ended already."""
+        return self._ask(self._inference.Cancel, inference_pb2.CancelRequest(request_id=request_id)).found
+
+    def nodes(self) -> list[admin_pb2.NodeView]:
+        return list(self._ask(self._admin.Nodes, admin_pb2.NodesRequest()).nodes)
+
+    def requests(self, request_id: str = "", *, waiting: bool = False) -> list[admin_pb2.RequestView]:
+        """Requests in flight: all, one by its id, or those without a first token."""
+        asked = admin_pb2.RequestsRequest(request_id=request_id, waiting=waiting)
+        return list(self._ask(self._admin.Requests, asked).requests)
+
+    def drain(self, node_id: str, *, resume: bool = False) -> int:
+        """No new work for the node from this router (or work again); requests that still run there."""
+        return self._ask(self._admin.Drain, admin_pb2.DrainRequest(node_id=node_id, resume=resume)).attempts
+
+    @staticmethod
+    def _ask(method: Callable[[RequestT], ReplyT], request: RequestT) -> ReplyT:
+        try:
+            return method(request)
+        except grpc.RpcError as error:
+            raise _api_error(error) from None
+
+
+class AsyncClient:
+    """`Client` on asyncio. Use it within one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        stop: Sequence[str] = (),
+        timeout_s: float | None = None,
+        model: str = "",
+        **sampling: Unpack[Sampling],
+    ) -> AsyncIterator[Piece]:
+        """Pieces as they come. Raises ApiError."""
+        call = self._inference.Generate(_request(prompt, stop, timeout_s, model, sampling))
+        try:
+            async for response in call:
+                yield _piece(response)
+        except grpc.aio.AioRpcError as error:
+            raise _api_error(error) from None
+        finally:
+            call.cancel()
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        stop: Sequence[str] = (),
+        timeout_s: float | None = None,
+        model: str = "",
+        **sampling: Unpack[Sampling],
+    ) -> Completion:
+        """The whole answer. Raises ApiError."""
+        pieces = self.generate(prompt, stop=stop, timeout_s=timeout_s, model=model, **sampling)
+        return _joined([piece async for piece in pieces])
+
+    async def cancel(self, request_id: str) -> bool:
+        """False when it had ended already."""
+        return (await self._ask(self._inference.Cancel, inference_pb2.CancelRequest(request_id=request_id))).found
+
+    async def nodes(self) -> list[admin_pb2.NodeView]:
+        return list((await self._ask(self._admin.Nodes, admin_pb2.NodesRequest())).nodes)
+
+    async def requests(self, request_id: str = "", *, waiting: bool = False) -> list[admin_pb2.RequestView]:
+        """Requests in flight: all, one by its id, or those without a first token."""
+        asked = admin_pb2.RequestsRequest(request_id=request_id, waiting=waiting)
+        return list((await self._ask(self._admin.Requests, asked)).requests)
+
+    async def drain(self, node_id: str, *, resume: bool = False) -> int:
+        """No new work for the node from this router (or work again); requests that still run there."""
+        return (await self._ask(self._admin.Drain, admin_pb2.DrainRequest(node_id=node_id, resume=resume))).attempts
+
+    @staticmethod
+    async def _ask(method: Callable[[RequestT], Awaitable[ReplyT]], request: RequestT) -> ReplyT:
+        try:
+            return await method(request)
+        except grpc.aio.AioRpcError as error:
+            raise _api_error(error) from None
+
+
+def _request(
+    prompt: Prompt, stop: Sequence[str], timeout_s: float | None, model: str, sampling: Sampling
+) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(
+        model=model,
+        stop=stop,
+        timeout_ms=0 if timeout_s is None else max(1, round(timeout_s * 1000)),
+        sampling=inference_pb2.SamplingOptions(**sampling),
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], tuple):
+        messages = [inference_pb2.ChatMessage(role=role, content=content) for role, content in prompt]  # type: ignore[misc]
+        request.chat.CopyFrom(inference_pb2.ChatMessages(messages=messages))
+    else:
+        request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))  # type: ignore[arg-type]
+    return request
+
+
+def _piece(response: inference_pb2.GenerateResponse) -> Piece:
+    usage = response.usage
+    return Piece(
+        response.request_id,
+        response.text,
+        tuple(token.token_id for token in response.tokens),
+        tuple(token.logprob for token in response.tokens if token.HasField("logprob")),
+        _FINISH.get(response.finish_reason),
+        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        if response.HasField("usage")
+        else None,
+    )
+
+
+def _joined(pieces: Sequence[Piece]) -> Completion:
+    last = pieces[-1]
+    assert last.finish_reason is not None, "a stream that ends in order says why"
+    assert last.usage is not None
+    return Completion(
+        last.request_id,
+        "".join(piece.text for piece in pieces),
+        tuple(token for piece in pieces for token in piece.token_ids),
+        last.finish_reason,
+        last.usage,
+        tuple(logprob for piece in pieces for logprob in piece.logprobs),
+    )
+
+
+def _api_error(error: Any) -> ApiError:
+    """`error`: of grpc or grpc.aio; what they share has no common type."""
+    trailing = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
+    retryable = trailing.get("decant-retryable", str(error.code() is grpc.StatusCode.UNAVAILABLE).lower()) == "true"
+    return ApiError(
+        error.code(), error.details() or error.code().name, trailing.get("decant-code", ""), retryable=retryable
+    )
