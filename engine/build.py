@@ -74,19 +74,10 @@ def build_engine(options: BuildOptions) -> EngineParts:
     """Load, warm up and put together. Takes seconds. Raises ConfigurationError naming the setting that is wrong."""
     model = read_model_config(options.model)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
-    max_model_len = _max_model_len(options, model)
-    layout = _layout(options, model, dtype)
-    storage = KvStorage(layout, _num_blocks(options, layout))
-    config = EngineConfig(
-        block_size=layout.block_size,
-        num_blocks=storage.num_blocks,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        enable_prefix_caching=options.enable_prefix_caching,
-        overlap=options.overlap,
-        eos_token_ids=model.eos_token_ids,
-    )
+    max_model_len = max_model_len_of(options, model)
+    layout = layout_of(options, model, dtype)
+    storage = KvStorage(layout, num_blocks_of(options, layout))
+    config = config_of(options, model, storage.num_blocks)
     report: list[str] = []
     if model.family == "toy":
         program: StepProgram = ToyProgram(storage, model.vocabulary_size)
@@ -103,7 +94,20 @@ def build_engine(options: BuildOptions) -> EngineParts:
     )
 
 
-def _max_model_len(options: BuildOptions, model: ModelConfig) -> int:
+def config_of(options: BuildOptions, model: ModelConfig, num_blocks: int) -> EngineConfig:
+    return EngineConfig(
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max_model_len_of(options, model),
+        enable_prefix_caching=options.enable_prefix_caching,
+        overlap=options.overlap,
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+def max_model_len_of(options: BuildOptions, model: ModelConfig) -> int:
     if options.max_model_len is None:
         return model.max_positions
     if not 1 <= options.max_model_len <= model.max_positions:
@@ -113,7 +117,7 @@ def _max_model_len(options: BuildOptions, model: ModelConfig) -> int:
     return options.max_model_len
 
 
-def _layout(options: BuildOptions, model: ModelConfig, dtype: str) -> KvLayout:
+def layout_of(options: BuildOptions, model: ModelConfig, dtype: str) -> KvLayout:
     kv_dtype: KvDtype = dtype  # type: ignore[assignment]
     return KvLayout(
         layers=model.layers,
@@ -128,7 +132,7 @@ def _layout(options: BuildOptions, model: ModelConfig, dtype: str) -> KvLayout:
     )
 
 
-def _num_blocks(options: BuildOptions, layout: KvLayout) -> int:
+def num_blocks_of(options: BuildOptions, layout: KvLayout) -> int:
     replicas = max(1, layout.tensor_parallel // layout.kv_heads)
     blocks = options.num_blocks or options.kv_cache_memory_bytes // (layout.block_bytes * replicas)
     if blocks < 1:

@@ -80,25 +80,31 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class DummyTensors:
-    """Random weights: each tensor is drawn from a generator keyed by seed and name, so order does not matter."""
+    """Random weights: each tensor is drawn from a generator keyed by seed and name, so order does not matter.
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
+    They are drawn on `device`; another kind of device draws others.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int, device: torch.device | None = None) -> None:
         self._shapes = tensor_shapes(config)
         self._config = config
         self._seed = seed
+        self._device = device or torch.device("cpu")
 
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
 
     def get(self, name: str) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{self._seed} {name}".encode()) >> 1)
-        values = torch.randn(self._shapes[name], generator=generator)
+        generator = torch.Generator(self._device)
+        generator.manual_seed(xxhash.xxh3_64_intdigest(f"{self._seed} {name}".encode()) >> 1)
+        values = torch.randn(self._shapes[name], generator=generator, device=self._device)
         if name.endswith("norm.weight"):
             return 1 + 0.1 * values
         return values * (0.02 if name.endswith("bias") else self._shapes[name][-1] ** -0.5)
 
     def fingerprint(self) -> str:
-        return f"dummy:{xxhash.xxh3_64_hexdigest(repr(self._config).encode())}:{self._seed}"
+        where = "" if self._device.type == "cpu" else f"{self._device.type}:"
+        return f"dummy:{where}{xxhash.xxh3_64_hexdigest(repr(self._config).encode())}:{self._seed}"
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

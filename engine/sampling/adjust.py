@@ -42,7 +42,8 @@ def _penalized(logits: torch.Tensor, adjustments: Adjustments, previous_tokens: 
     counts.index_put_((answer_rows, answer_tokens), torch.ones_like(answer_rows, dtype=logits.dtype), accumulate=True)
     said = counts > 0
     seen = said.clone()
-    seen[_tensor(adjustments.history_of, device), _tensor(adjustments.history, device)] = True
+    places = _tensor(adjustments.history_of, device), _tensor(adjustments.history, device)
+    seen.index_put_(places, torch.ones((), dtype=torch.bool, device=device))
     repetition = _tensor(adjustments.repetition, device)[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     logits -= _tensor(adjustments.frequency, device)[:, None] * counts
@@ -51,4 +52,6 @@ def _penalized(logits: torch.Tensor, adjustments: Adjustments, previous_tokens: 
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+    """On a GPU, on its way: nothing waits for the copy."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,158 @@
+"""Runs the figures named on the command line (default: all), one by one, and writes them as JSON and as a table.
+
+    python -m bench.gpu --out FILE [figure ...]
+
+A figure that fails is reported and the others go on; the exit code then is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu import measure, parts, steps
+from engine.build_device import DeviceEngineParts
+from foundation.kv_layout import HeadOrder
+
+HEAD_ORDER: HeadOrder = "HND"
+LAYER_GROUP = 32
+
+
+class Run:
+    """Figures by name, and the engine that those of the loop share."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {}
+        self._parts: DeviceEngineParts | None = None
+
+    def report(self, line: str) -> None:
+        sys.stdout.write(f"    {line}\n")
+        sys.stdout.flush()
+
+    def engine(self) -> DeviceEngineParts:
+        if self._parts is None:
+            torch.cuda.empty_cache()
+            folder = Path(tempfile.mkdtemp())
+            self._parts, seconds = steps.build(folder, HEAD_ORDER, LAYER_GROUP)
+            self.figures["start_s"] = seconds
+            for line in self._parts.report:
+                self.report(line)
+        return self._parts
+
+    def ceilings(self) -> dict[str, float]:
+        return {
+            "copy_tb_s": measure.copy_bytes_a_second() / 1e12,
+            "read_tb_s": measure.read_bytes_a_second() / 1e12,
+            "matmul_tflops": measure.matmul_flops() / 1e12,
+        }
+
+    def layouts(self) -> dict[str, float]:
+        return parts.attention_by_layout(self.report)
+
+    def attention(self) -> dict[str, float]:
+        return parts.attention_of_steps(self.report, HEAD_ORDER, LAYER_GROUP)
+
+    def linears(self) -> dict[str, float]:
+        return parts.linears(self.report)
+
+    def decode(self) -> dict[str, Any]:
+        cases = {"batch1": (1, 128), "batch64_2k": (64, 2048), "batch256_1k": (256, 1024)}
+        return {name: self._told(name, steps.decode(self.engine(), *case)) for name, case in cases.items()}
+
+    def decode_more(self) -> dict[str, Any]:
+        cases = [(1, 16_384), (8, 2048), (16, 2048), (32, 2048), (1, 32_000)]
+        more = {f"{r}x{m}": self._told(f"{r}x{m}", steps.decode(self.engine(), r, m, profile=False)) for r, m in cases}
+        more["64x2048_sampled"] = self._told("sampled", steps.decode(self.engine(), 64, 2048, temperature=0.7))
+        return more
+
+    def eager(self) -> dict[str, Any]:
+        """The same decode steps and small prefills without any graph."""
+        engine = self.engine()
+        kept = steps.eager_only(engine)
+        try:
+            return {
+                "batch1": self._told("eager batch1", steps.decode(engine, 1, 128)),
+                "batch64_2k": self._told("eager batch64_2k", steps.decode(engine, 64, 2048)),
+            } | {f"prefill_{n}": self._told(f"eager {n}", steps.prefill(engine, n)) for n in (64, 128, 256, 512)}
+        finally:
+            engine.runner.selector = kept
+
+    def host(self) -> dict[str, str]:
+        """Where the host's time goes in an eager step."""
+        engine = self.engine()
+        kept = steps.eager_only(engine)
+        try:
+            text = steps.host_profile(engine, 64)
+        finally:
+            engine.runner.selector = kept
+        self.report(text)
+        return {}
+
+    def prefill(self) -> dict[str, Any]:
+        return {
+            str(n): self._told(f"prefill {n}", steps.prefill(self.engine(), n)) for n in (64, 128, 256, 512, 2048, 8192)
+        }
+
+    def prefill_more(self) -> dict[str, Any]:
+        return {
+            "16384": self._told("prefill 16384", steps.prefill(self.engine(), 16_384, repetitions=3)),
+            "32000": self._told("prefill 32000", steps.prefill(self.engine(), 32_000, repetitions=2)),
+            "32x2048": self._told("32 x 2048", steps.prefill_many(self.engine(), 32, 2048)),
+        }
+
+    def mixed(self) -> dict[str, float]:
+        return self._told("mixed 64 + 512", steps.mixed(self.engine(), 64, 2048, 512))
+
+    def _told(self, name: str, figures: dict[str, float]) -> dict[str, float]:
+        self.report(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
+        return figures
+
+
+FIGURES: tuple[Callable[[Run], Any], ...] = (
+    Run.ceilings,
+    Run.layouts,
+    Run.attention,
+    Run.linears,
+    Run.decode,
+    Run.prefill,
+    Run.eager,
+    Run.decode_more,
+    Run.prefill_more,
+    Run.mixed,
+    Run.host,
+)
+
+
+def main() -> int:
+    by_name = {figure.__name__: figure for figure in FIGURES}
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("figures", nargs="*", choices=[*by_name, []])
+    arguments = parser.parse_args()
+    run, failed = Run(), False
+    run.figures["device"] = torch.cuda.get_device_name()
+    for name in arguments.figures or by_name:
+        begun = time.perf_counter()
+        sys.stdout.write(f"{name}\n")
+        try:
+            run.figures[name] = by_name[name](run)
+        except Exception:
+            failed = True
+            run.figures[name] = "failed"
+            traceback.print_exc(file=sys.stdout)
+        run.report(f"({time.perf_counter() - begun:.1f} s)")
+        arguments.out.write_text(json.dumps(run.figures, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The parts of an engine on a GPU, put together and warm: what `engine.build` does for a host.
+
+Must not know: nodes, networks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.attention.flashinfer import FlashInferAttention
+from engine.build import BuildOptions, config_of, layout_of, max_model_len_of, num_blocks_of
+from engine.config import EngineConfig
+from engine.executor.device_runner import DeviceRunner
+from engine.graphs.buffers import BufferLimits
+from engine.graphs.select import decode_buckets
+from engine.kv_cache.device_storage import TORCH_DTYPES, DeviceKvStorage
+from engine.model.config import ModelConfig, read_model_config
+from engine.model.device_decoder import DeviceDecoder
+from engine.model.loader import DummyTensors, FolderTensors, TensorSource, build_decoder, fingerprint_of
+from foundation.errors import ConfigurationError
+from foundation.fingerprint import Fingerprint
+from foundation.kv_layout import KvLayout
+
+PIECEWISE_SIZES = (64, 128, 256, 512)
+EAGER_SIZES = (1, 16, 64, 128, 256, 512, 1024)
+"""Token counts at which prompts are measured eagerly; costs of others are interpolated."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEngineParts:
+    runner: DeviceRunner
+    storage: DeviceKvStorage
+    model: ModelConfig
+    config: EngineConfig
+    fingerprint: Fingerprint
+    report: tuple[str, ...]
+    """What warm-up captured and measured, one line each, for the log."""
+
+    @property
+    def layout(self) -> KvLayout:
+        return self.storage.layout
+
+
+def build_device_engine(options: BuildOptions, device: torch.device) -> DeviceEngineParts:
+    """Load, warm up and put together. Raises ConfigurationError naming the setting that is wrong."""
+    model = read_model_config(options.model)
+    if model.family == "toy":
+        raise ConfigurationError("--model", "the toy model runs on a CPU only")
+    dtype = model.dtype if options.dtype == "auto" else options.dtype
+    if dtype == "float32":
+        raise ConfigurationError("--dtype", "is float32; attention on a GPU takes bfloat16 or float16")
+    max_model_len = max_model_len_of(options, model)
+    layout = layout_of(options, model, dtype)
+    num_blocks = num_blocks_of(options, layout)
+    if num_blocks * layout.block_size >= 2**31:
+        raise ConfigurationError("--kv-cache-memory-bytes", "holds more positions than 32 bits can number")
+    storage = DeviceKvStorage(layout, num_blocks, device)
+    dummy = options.load_format == "dummy"
+    source: TensorSource = DummyTensors(model, options.seed, device) if dummy else FolderTensors(options.model)
+    with torch.inference_mode():
+        decoder = build_decoder(model, source, TORCH_DTYPES[dtype], device, max_model_len)
+        runner = DeviceRunner(
+            DeviceDecoder(decoder, storage, max_model_len),
+            FlashInferAttention(storage, model.heads),
+            storage,
+            buffer_limits(options, max_model_len, num_blocks),
+        )
+    report = runner.warm_up(
+        decode_buckets(options.max_num_seqs),
+        [size for size in PIECEWISE_SIZES if size <= min(options.max_num_batched_tokens, max_model_len)],
+        [size for size in EAGER_SIZES if size <= min(options.max_num_batched_tokens, max_model_len)],
+    )
+    config = replace(config_of(options, model, num_blocks), overlap=True)
+    fingerprint = fingerprint_of(options.model, model, source.fingerprint(), dtype)
+    return DeviceEngineParts(runner, storage, model, config, fingerprint, tuple(report))
+
+
+def buffer_limits(options: BuildOptions, max_model_len: int, num_blocks: int) -> BufferLimits:
+    """Rows may share cached blocks, so all rows together can name more pages than there are blocks."""
+    row_blocks = min(-(-max_model_len // options.block_size), num_blocks)
+    return BufferLimits(
+        tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+        rows=options.max_num_seqs,
+        row_blocks=row_blocks,
+        pages=options.max_num_seqs * row_blocks,
+    )
