@@ -102,3 +102,15 @@ async def test_f40_decode_nodes_that_vanish_one_after_the_other_take_nothing_fro
             pair.check_landed(transfer, TOKENS, len(TOKENS))
         await pair.at_rest()
         assert all(slot.state.name == "FREE" for slot in pair.prefill.side.sending.slots)
+
+
+async def test_f06_a_receive_that_fails_on_d_is_known_to_p_within_a_second(pairing: Pairing) -> None:
+    async with pairing(limits=SMALL_SLOTS, prefill_faults=Faults(stretch_parcel=2)) as pair:
+        pair.prefill_engine.hold_at = 64
+        transfer = pair.begin(TOKENS)
+        reason, account = await pair.outcome(transfer)
+        assert reason == "bad_length"
+        pair.check_landed(transfer, TOKENS, account.verified_positions)
+        await until(lambda: transfer in pair.prefill_engine.released_reasons, limit_s=1.0)
+        assert pair.prefill_engine.released_reasons[transfer] == "bad_length"
+        await pair.at_rest()
