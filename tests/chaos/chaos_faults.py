@@ -19,7 +19,7 @@ AIM_LIMIT_S = 30.0
 BLINK_S = (0.2, 1.0)
 OUTAGE_S = (SILENCE_LIMIT_S + 1.0, SILENCE_LIMIT_S + 2.0)
 THROTTLE_S = (2.0, 4.0)
-MEGABITS_PER_SECOND = (10, 20, 50)
+MEGABITS_PER_SECOND = (5, 10, 20)
 
 
 class NoEffect(Exception):
@@ -54,7 +54,13 @@ async def kill(cluster: Cluster, chance: random.Random) -> list[Injected]:
         victim.start()
         return [killed]
     victim.start(aim.hook)
-    return [killed, await aim.hits(victim, chance)]
+    try:
+        return [killed, await aim.hits(victim, chance)]
+    except NoEffect:
+        victim.send(signal.SIGKILL)
+        await _gone(victim)
+        victim.start()
+        raise
 
 
 @dataclass(frozen=True)
@@ -90,15 +96,19 @@ def _aim(victim: str, chance: random.Random) -> _Aim:
 
 
 async def _killed(victim: Member, kind: str, detail: str, begun: float, offline_s: float) -> Injected:
-    async def gone() -> bool:
-        return victim.returncode() is not None
-
-    await condition(gone, 5.0, f"{victim.name} is gone")
+    await _gone(victim)
     if victim.returncode() != -signal.SIGKILL:
         raise NoEffect(f"{victim.name} ended with {victim.returncode()}, not by SIGKILL")
     pid = victim.pid
     await asyncio.sleep(offline_s)  # the outage itself
     return Injected(kind, detail, f"pid {pid} gone", begun, time.time(), _all_lose(victim.name))
+
+
+async def _gone(victim: Member) -> None:
+    async def gone() -> bool:
+        return victim.returncode() is not None
+
+    await condition(gone, 5.0, f"{victim.name} is gone")
 
 
 async def stop(cluster: Cluster, chance: random.Random) -> list[Injected]:
@@ -193,7 +203,11 @@ async def throttle(cluster: Cluster, chance: random.Random) -> list[Injected]:
     await asyncio.to_thread(network.throttle, victim, speed)
     try:
         await asyncio.sleep(seconds)  # the slow time itself
-        held_back = await asyncio.to_thread(network.throttled_packets, victim)
+        held_back, patience_until = 0, time.time() + AIM_LIMIT_S
+        while not held_back and time.time() < patience_until:
+            held_back = await asyncio.to_thread(network.throttled_packets, victim)
+            await asyncio.sleep(0.1)
+        seconds = time.time() - begun
     finally:
         await asyncio.to_thread(network.unthrottle, victim)
     if not held_back:
