@@ -63,11 +63,17 @@ class PlainText:
     decode_all = decode
 
 
-def draw_wishes(rng: random.Random, count: int, within_s: float, longest: int) -> list[Wish]:
-    """Prompts share beginnings, so that prefixes are found cached; some clients leave, some deadlines are short."""
+def draw_wishes(
+    rng: random.Random, count: int, within_s: float, longest: int, crowded_s: Sequence[float]
+) -> list[Wish]:
+    """Prompts share beginnings, so that prefixes are found cached; some clients leave, some deadlines are short. Most come
+    shortly before one of the times `crowded_s`."""
     stems = [tuple(rng.randrange(VOCABULARY_SIZE) for _ in range(longest)) for _ in range(3)]
     wishes = []
     for number in range(count):
+        at_s = rng.uniform(0, within_s)
+        if crowded_s and rng.random() < 0.7:
+            at_s = max(0.0, rng.choice(crowded_s) + rng.uniform(-0.6, 0.3))
         length = rng.randint(1, longest)
         shared = rng.randint(0, length)
         own = tuple(rng.randrange(VOCABULARY_SIZE) for _ in range(length - shared))
@@ -82,7 +88,7 @@ def draw_wishes(rng: random.Random, count: int, within_s: float, longest: int) -
         wishes.append(
             Wish(
                 name=f"r{number}",
-                at_s=rng.uniform(0, within_s),
+                at_s=at_s,
                 prompt=rng.choice(stems)[:shared] + own,
                 sampling=sampling,
                 deadline_s=rng.uniform(0.05, 4.0) if rng.random() < 0.08 else DEADLINE_S,

@@ -49,7 +49,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._timers_made = 0
         self._tasks: list[asyncio.Task[Any]] = []
-        self._over = False
+        self.over = False
+        """The simulation has ended; what runs now only ends tasks."""
         self._halted: list[Process] = []
 
     # --- what asyncio asks of a loop
@@ -106,7 +107,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if not self._over:
+        if not self.over:
             process = PROCESS.get()
             self._broke(process.name if process else "", str(context.get("message")), context.get("exception"))
 
@@ -119,7 +120,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         try:
             yield
         finally:
-            self._over = True
+            self.over = True
             self._end_tasks()
             events._set_running_loop(None)
 
@@ -140,7 +141,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._ready.append(timer)
         handle = self._ready.popleft()
         process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
-        if process is None or self._over or (process.alive and not process.stopped):
+        if process is None or self.over or (process.alive and not process.stopped):
             self.callbacks_run += 1
             if not handle._cancelled:
                 handle._run()

@@ -25,14 +25,13 @@ from kv_transfer import data_sessions, staging
 from kv_transfer.protocol.decode_transfer import DecodeTransfer
 from router.journey import Journey, Output
 
-SEEDS_AT_MOST = 400
+SEEDS_AT_MOST = 150
 FROM_THE_SEARCH = (
     "a slot is free without proof once its session is lost",
     "commit by count",
     "credits before a reservation",
     "a late parcel is scattered",
     "receives are cancelled on abort",
-    "Drained without its list",
     "a credit number is used again",
     "one transfer's end closes the endpoint",
     "the end is told while a scatter is open",

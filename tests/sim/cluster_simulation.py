@@ -51,6 +51,7 @@ SILENCE_S, HEARTBEAT_S, LEASE_S, IDLE_S = 2.0, 0.5, 6.0, 5.0
 SETTLING_S = 0.5
 """The cluster is up before the load begins."""
 LOAD_S = 8.0
+FAULTS_OVER_WITHIN_S = 90.0
 ANSWERED_WITHIN_S = 150.0
 """From the last fault: beyond every request's deadline."""
 REST_WITHIN_S = 40.0
@@ -84,10 +85,10 @@ class Cluster:
         self.lanes = SimulatedLanes(self.wires, lane, random.Random(f"lanes/{seed}"), self.books.check_landing)
         self.wires.healed = self.lanes.wake
         longest = rng.choice((12, 40, 60))
-        self.wishes = draw_wishes(rng, rng.randint(4, 16), LOAD_S, longest)
         self.machines = [self._machine(name, Role.PREFILL, longest) for name in PREFILL_NODES]
         self.machines += [self._machine(name, Role.DECODE, longest) for name in DECODE_NODES]
         self.faults = draw_faults(rng, PREFILL_NODES, DECODE_NODES, LOAD_S)
+        self.wishes = draw_wishes(rng, rng.randint(4, 16), LOAD_S, longest, [fault.at_s for fault in self.faults])
 
     def _machine(self, name: NodeId, role: Role, longest: int) -> Machine:
         """Nodes of unlike layouts pair; pools are often scarce: one long request and little more."""
@@ -151,7 +152,7 @@ class Cluster:
 
     def live(self) -> None:
         loop, books = self.loop, self.books
-        faults_over = loop.run(loop.now_s + LOAD_S + 60.0, lambda: self.harm.open == 0)
+        faults_over = loop.run(loop.now_s + FAULTS_OVER_WITHIN_S, lambda: self.harm.open == 0)
         books.require(faults_over, "a fault is never over")
         answered = loop.run(loop.now_s + ANSWERED_WITHIN_S, lambda: self.clients.unfinished == 0)
         if not answered:
