@@ -34,7 +34,7 @@ DEFAULT_DEADLINE_S = 600.0
 ATTEMPTS_A_SEAT = 8
 """Attempts held for each sequence of a step; beyond that new ones are refused with a retry hint."""
 RETRY_AFTER_S = 1.0
-FINAL_FAILURES = frozenset({"prompt_too_long", "prompt_empty", "nothing_to_generate", "deadline"})
+FINAL_FAILURES = frozenset({"prompt_too_long", "invalid_grammar", "prompt_empty", "nothing_to_generate", "deadline"})
 """Failures that would meet the attempt on every other node too."""
 
 log = get_logger()

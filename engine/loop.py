@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from engine.config import EngineConfig
+from engine.grammar import Grammars
 from engine.kv_cache.block_pool import UInt64
 from engine.port import Command, EngineEvent, EngineStatus, RequestFailed, Submit
 from engine.scheduler.plan import Scheduled
@@ -41,8 +42,10 @@ class _InFlight:
 class Engine:
     """Commands and steps, without a thread. `owner_words`: the storage's array, shape [num_blocks], zeros."""
 
-    def __init__(self, config: EngineConfig, runner: Runner, owner_words: UInt64) -> None:
-        self.scheduler = Scheduler(config, owner_words)
+    def __init__(
+        self, config: EngineConfig, runner: Runner, owner_words: UInt64, grammars: Grammars | None = None
+    ) -> None:
+        self.scheduler = Scheduler(config, owner_words, grammars)
         self._runner = runner
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 1 if config.overlap else 0

@@ -61,6 +61,9 @@ class SamplingParameters:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit), each token once."""
 
+    grammar: str = ""
+    """What the answer must follow, in llguidance's form; then min_tokens is 0 and ignore_eos False. A prefill node has none."""
+
     @property
     def penalizes(self) -> bool:
         """Whether a draw depends on which tokens came before."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.config import EngineConfig
+from engine.grammar import Grammar
 from engine.port import FinishReason, Mode, RequestKey, SamplingParameters, Submit
 from foundation.ids import BlockId
 
@@ -90,6 +91,8 @@ class Request:
     """Positions that the prefix cache provided when the blocks were taken."""
     reserve_end: int = 0
     """End position of a reservation that waits its turn."""
+    grammar: Grammar | None = None
+    """What the answer must follow; always that of the whole history, or behind it."""
     account: PromptAccount | None = None
     """Set with the first KV, taken by the first token that is reported."""
     accounted: bool = False
@@ -100,7 +103,7 @@ class Request:
         return self.mode is not Mode.PREFILL_ONLY and self.stage in (Stage.RUNNING, Stage.READY)
 
 
-def open_request(command: Submit, arrival: int, config: EngineConfig) -> Request:
+def open_request(command: Submit, arrival: int, config: EngineConfig, grammar: Grammar | None = None) -> Request:
     return Request(
         key=command.key,
         arrival=arrival,
@@ -111,6 +114,7 @@ def open_request(command: Submit, arrival: int, config: EngineConfig) -> Request
         history=array("q", (*command.prompt, *command.settled)),
         stage=Stage.AWAITING if command.mode is Mode.AWAIT_KV else Stage.WAITING,
         given_length=len(command.prompt) + len(command.settled),
+        grammar=grammar,
     )
 
 

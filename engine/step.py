@@ -47,6 +47,15 @@ class Adjustments:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The tokens that M rows may draw; others may draw any."""
+
+    rows: Int64
+    words: Int32
+    """[M, vocabulary / 32] bit i of word w: token 32 * w + i is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Sampling of the S rows that draw a token in this step, one array a parameter, shape [S] unless said."""
 
@@ -63,6 +72,7 @@ class SamplingRows:
     banned: tuple[tuple[int, int], ...] = ()
     """(row, token id) pairs that may not be drawn: stop tokens before min_tokens is reached."""
     adjustments: Adjustments | None = None
+    masks: TokenMasks | None = None
 
 
 @dataclass(frozen=True, slots=True)

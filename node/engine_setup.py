@@ -15,10 +15,12 @@ import numpy as np
 
 from engine.build import BuildOptions, EngineParts, build_engine
 from engine.config import EngineConfig
+from engine.grammar import Grammars
 from engine.loop import Engine
 from engine.step import Runner, SamplingRows, StepPlan
 from foundation.log import get_logger
 from foundation.model_folder import resolve_model_folder, served_model_name
+from foundation.registry_entry import Role
 from node.options import NodeOptions
 
 STEPS_A_SILENCE = 4
@@ -49,12 +51,20 @@ def prepare_engine(options: NodeOptions) -> ReadyEngine:
     shared = parts.config.max_num_batched_tokens if options.prompts_share_steps else 0
     config = replace(parts.config, max_num_batched_tokens=budget, shared_prompt_tokens=shared)
     return ReadyEngine(
-        engine=Engine(config, parts.runner, parts.storage.owner_words),
+        engine=Engine(config, parts.runner, parts.storage.owner_words, _grammars(options, parts)),
         parts=parts,
         config=config,
         model_id=served_model_name(options.model, options.served_model_name),
         step_limit_s=step_limit_s,
     )
+
+
+def _grammars(options: NodeOptions, parts: EngineParts) -> Grammars | None:
+    """None where nothing could end an answer that is complete, or where no tokenizer says what tokens are."""
+    file = resolve_model_folder(options.model, options.revision) / "tokenizer.json"
+    if options.role is Role.PREFILL or not parts.config.eos_token_ids or not file.is_file():
+        return None
+    return Grammars(file, parts.fingerprint.vocabulary_size, parts.config.eos_token_ids)
 
 
 def _build_options(options: NodeOptions) -> BuildOptions:

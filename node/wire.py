@@ -46,6 +46,8 @@ def unsound_sampling(message: types_pb2.SamplingParameters, vocabulary_size: int
             return name
     if not all(token < vocabulary_size and abs(bias) <= SOUND_AMOUNT for token, bias in message.logit_bias.items()):
         return "logit_bias"
+    if message.grammar and (message.min_tokens or message.ignore_eos):  # nothing at all could follow a complete answer
+        return "grammar"
     return None
 
 
@@ -66,6 +68,7 @@ def sampling_from_wire(message: types_pb2.SamplingParameters) -> SamplingParamet
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        grammar=message.grammar,
     )
 
 

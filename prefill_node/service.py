@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import assert_never
 
@@ -105,7 +105,7 @@ class PrefillService:
             return
         key = request_key(request.transfer)
         assert key not in self._prefills, f"{key} asked twice"
-        declined = request.choices > 1
+        declined = request.choices > 1 or bool(sampling.grammar)
         length = len(request.prompt) + len(request.settled)
         self._prefills[key] = _Prefill(request.transfer, length, declined, self._loop.time())
         self.idle.clear()
@@ -114,7 +114,7 @@ class PrefillService:
             Submit(
                 key=key,
                 prompt=request.prompt,
-                sampling=sampling_from_wire(sampling),
+                sampling=replace(sampling_from_wire(sampling), grammar=""),
                 mode=Mode.PREFILL_ONLY,
                 settled=request.settled,
                 choice_index=sampling.choice_index,

@@ -95,6 +95,7 @@ class SamplingWishes:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str = ""
     max_tokens_parameter: str = "max_tokens"
     """The field that gave `max_tokens`, for messages."""
     logprobs_parameter: str = "logprobs"
@@ -123,6 +124,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str = ""
+    """What the answer must follow, in llguidance's form; see `router.grammar`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,9 @@ def checked_sampling(
     min_tokens = wishes.min_tokens or 0
     if not 0 <= min_tokens <= max_tokens:
         raise invalid("min_tokens", f"min_tokens must be between 0 and max_tokens ({max_tokens}), not {min_tokens}")
+    if wishes.grammar and (min_tokens or wishes.ignore_eos):
+        parameter = "min_tokens" if min_tokens else "ignore_eos"
+        raise invalid(parameter, f"{parameter} contradicts a grammar, whose end ends the answer")
     return Sampling(
         seed=secrets.randbits(64) if wishes.seed is None else wishes.seed % SEED_RANGE,
         max_tokens=max_tokens,
@@ -193,6 +199,7 @@ def checked_sampling(
         presence_penalty=presence,
         frequency_penalty=frequency,
         logit_bias=_checked_biases(wishes.logit_bias, vocabulary_size),
+        grammar=wishes.grammar,
     )
 
 

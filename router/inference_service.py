@@ -14,6 +14,7 @@ import grpc.aio
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from foundation.metrics import RouterMetrics
+from router import grammar as grammars
 from router.answer import AnswerStream, Piece
 from router.dispatch import Dispatcher
 from router.generation import Generation, Refusal, RefusalKind, RequestRefused, SamplingWishes, invalid
@@ -120,7 +121,20 @@ def _wishes(request: inference_pb2.GenerateRequest) -> SamplingWishes:
         presence_penalty=asked.presence_penalty if given("presence_penalty") else None,
         frequency_penalty=asked.frequency_penalty if given("frequency_penalty") else None,
         logit_bias=dict(asked.logit_bias),
+        grammar=_grammar(request),
     )
+
+
+def _grammar(request: inference_pb2.GenerateRequest) -> str:
+    match request.WhichOneof("constraint"):
+        case "json_schema":
+            return grammars.from_schema("json_schema", request.json_schema)
+        case "regex":
+            return grammars.from_regex("regex", request.regex)
+        case "choice":
+            return grammars.from_choice("choice.texts", request.choice.texts)
+        case None:
+            return ""
 
 
 def _response(stream: AnswerStream, piece: Piece) -> inference_pb2.GenerateResponse:

@@ -67,6 +67,7 @@ def sampling_message(sampling: Sampling) -> types_pb2.SamplingParameters:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=sampling.logit_bias,
+        grammar=sampling.grammar,
     )
 
 

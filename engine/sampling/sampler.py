@@ -1,9 +1,9 @@
 """Tokens from logits, for a whole batch, touching for each feature only the rows that asked for it.
 
-Order: logprobs of the raw distribution; banned tokens; bias and penalties; then, for rows with a temperature, temperature,
-min-p, top-k, top-p (each over what the one before left, as vLLM orders them) and a Gumbel-max draw. Filters are thresholds on
-the logit: tokens that tie with the last one kept are kept as well, so that no order of equal logits can matter. A batch of
-greedy rows costs one argmax.
+Order: logprobs of the raw distribution; tokens that are banned or masked; bias and penalties; then, for rows with a temperature,
+temperature, min-p, top-k, top-p (each over what the one before left, as vLLM orders them) and a Gumbel-max draw. Filters are
+thresholds on the logit: tokens that tie with the last one kept are kept as well, so that no order of equal logits can matter. A
+batch of greedy rows costs one argmax.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from engine.sampling.adjust import adjust
+from engine.sampling.mask import apply_masks
 from engine.sampling.noise import draw_keys, gumbel_noise
 from engine.step import SamplingRows
 
@@ -47,6 +48,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows, previous_tokens: torch.Tens
     if rows.banned:
         banned = torch.tensor(rows.banned, device=logits.device)
         logits[banned[:, 0], banned[:, 1]] = float("-inf")
+    if rows.masks is not None:
+        apply_masks(logits, rows.masks)
     if rows.adjustments is not None:
         adjust(logits, rows.adjustments, previous_tokens)
     best_logits, tokens = logits.max(dim=-1)

@@ -47,11 +47,15 @@ def _submit(state: State, command: Submit) -> None:
     reason = refusal(command, state.config)
     if len(state.requests) - state.seats.taken >= state.config.max_waiting_requests:
         reason = reason or "queue_full"
+    grammar = None
+    if reason is None and command.sampling.grammar:
+        grammar = state.grammars.open(command.sampling.grammar) if state.grammars is not None else None
+        reason = None if grammar is not None else "invalid_grammar"
     if reason is not None:
         state.events.append(RequestFailed(command.key, reason))
         return
     state.arrivals += 1
-    request = open_request(command, state.arrivals, state.config)
+    request = open_request(command, state.arrivals, state.config, grammar)
     state.requests[request.key] = request
     if request.stage is Stage.WAITING:
         wait(state, request)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from engine.request import Request
 from engine.scheduler.adjustments import adjustments
+from engine.scheduler.masks import token_masks
 from engine.scheduler.seats import Seats
 from engine.step import SamplingRows, StepPlan
 
@@ -100,4 +101,5 @@ def _sampling(seats: Seats, settled_step: int, drawing: Int64) -> SamplingRows:
         logprobs=seats.logprobs[drawing],
         banned=banned,
         adjustments=adjustments(seats, drawing, settled_step),
+        masks=token_masks(seats, drawing),
     )

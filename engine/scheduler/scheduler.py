@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.grammar import Grammars
 from engine.kv_cache.block_pool import BlockPool, UInt64
 from engine.kv_cache.prefix_index import PrefixIndex
 from engine.port import Command, EngineEvent, EngineStatus, RequestFailed
@@ -29,12 +30,12 @@ from engine.step import Int64, StepResult
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, owner_words: UInt64) -> None:
+    def __init__(self, config: EngineConfig, owner_words: UInt64, grammars: Grammars | None = None) -> None:
         """`owner_words`: shape [num_blocks], zeros; kept by the storage, written by the pool."""
         assert owner_words.shape == (config.num_blocks,), f"{owner_words.shape} owner words, {config.num_blocks} blocks"
         index = PrefixIndex(enabled=config.enable_prefix_caching)
         self.config = config
-        self._state = State(config, BlockPool(owner_words, index), Seats(config))
+        self._state = State(config, BlockPool(owner_words, index), Seats(config), grammars)
 
     def take(self, command: Command) -> None:
         intake.take(self._state, command)
@@ -60,7 +61,9 @@ class Scheduler:
     def _choose(self) -> tuple[Int64, Int64]:
         """Seats of the next step, decodes first, and how many positions each computes."""
         config = self.config
-        left = self._state.seats.left()
+        seats = self._state.seats
+        waits_for_its_token = seats.constrained & (seats.drawn_in > self._state.settled_step)
+        left = np.where(waits_for_its_token, 0, seats.left())
         decodes = np.flatnonzero(left == 1)
         budget_tokens = config.max_num_batched_tokens - len(decodes)
         chunk_seats, chunk_counts = chunks(self._state.seats, left, budget_tokens, config.shared_prompt_tokens)

@@ -56,6 +56,8 @@ class Seats:
         self.seed = np.zeros(count, np.uint64)
         self.choice_index = np.zeros(count, np.int32)
         self.logprobs = np.zeros(count, np.int32)
+        self.constrained = np.zeros(count, np.bool_)
+        """Those whose answers follow a grammar: each token must be known before the next is drawn."""
         self.adjusted = np.zeros(count, np.bool_)
         """Those whose logits are biased or penalized."""
 
@@ -93,6 +95,7 @@ class Seats:
         self.seed[seat] = sampling.seed
         self.choice_index[seat] = request.choice_index
         self.logprobs[seat] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.constrained[seat] = request.grammar is not None
         self.adjusted[seat] = bool(sampling.logit_bias) or sampling.penalizes
         request.stage = Stage.RUNNING
 

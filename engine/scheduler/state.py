@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from engine.config import EngineConfig
+from engine.grammar import Grammars
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix_index import extend_chain
 from engine.port import EngineEvent, RequestKey
@@ -28,6 +29,8 @@ class State:
     config: EngineConfig
     pool: BlockPool
     seats: Seats
+    grammars: Grammars | None = None
+    """None: this engine serves no grammars."""
     requests: dict[RequestKey, Request] = field(default_factory=dict)
     """Every request that has not ended."""
     waiting: Line = field(default_factory=Line)

@@ -9,11 +9,13 @@ Must not know: tokenizers, nodes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from router import grammar as grammars
 from router.generation import RequestRefused, SamplingWishes, invalid
 
 MOST_MESSAGES = 4096
@@ -26,12 +28,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "length_penalty": (None, 1),
     "suffix": (None, ""),
-    "response_format": (None, {"type": "text"}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
@@ -73,6 +69,28 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(_Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Body):
+    """vLLM's."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class _Generating(_Body):
     """What both kinds of completion have in common."""
 
@@ -91,6 +109,12 @@ class _Generating(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -121,6 +145,41 @@ class _Generating(_Body):
     @property
     def usage_in_every_chunk(self) -> bool:
         return self.usage_in_stream and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def _grammar(self) -> str:
+        """Empty when the answer is free. Raises RequestRefused for a wrong grammar, and for more than one."""
+        asked = self.structured_outputs or StructuredOutputs(json=None)
+        wanted: dict[str, Callable[[str], str]] = {}
+        for name, schema in (("guided_json", self.guided_json), ("structured_outputs.json", asked.json_)):
+            if schema is not None:
+                wanted[name] = partial(grammars.from_schema, schema=schema)
+        for name, regex in (("guided_regex", self.guided_regex), ("structured_outputs.regex", asked.regex)):
+            if regex is not None:
+                wanted[name] = partial(grammars.from_regex, regex=regex)
+        for name, choices in (("guided_choice", self.guided_choice), ("structured_outputs.choice", asked.choice)):
+            if choices is not None:
+                wanted[name] = partial(grammars.from_choice, choices=choices)
+        for name, grammar in (("guided_grammar", self.guided_grammar), ("structured_outputs.grammar", asked.grammar)):
+            if grammar is not None:
+                wanted[name] = partial(grammars.from_lark, grammar=grammar)
+        if asked.json_object:
+            wanted["structured_outputs.json_object"] = grammars.any_object
+        if self.response_format is not None and self.response_format.type != "text":
+            wanted["response_format"] = self._format_grammar
+        if len(wanted) > 1:
+            first, second, *_ = wanted
+            raise invalid(second, f"{second} and {first} may not both be given")
+        return next((make(name) for name, make in wanted.items()), "")
+
+    def _format_grammar(self, parameter: str) -> str:
+        assert self.response_format is not None
+        if self.response_format.type == "json_object":
+            return grammars.any_object(parameter)
+        asked = self.response_format.json_schema
+        if asked is None or asked.schema_ is None:
+            missing = "response_format.json_schema.schema"
+            raise invalid(missing, f"{missing} is required", "missing_parameter")
+        return grammars.from_schema(parameter, asked.schema_)
 
     def _stops(self) -> Sequence[str]:
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -258,6 +317,7 @@ def _plain_wishes(body: _Generating) -> Mapping[str, Any]:
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
         "logit_bias": _biases(body.logit_bias or {}),
+        "grammar": body._grammar(),
     }
 
 

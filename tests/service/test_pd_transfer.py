@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from decant_proto.v1 import node_pb2, types_pb2
+from llguidance import LLMatcher
 from pd_golden import TOY_LAYOUT, toy_answer, toy_prompt
 from pd_nodes import Metrics, NodeProcess, all_blocks_are_back, eventually, start_node, until_ready
 from pd_router_client import attached, greedy, new_request_id, prefill_choice
@@ -157,6 +158,23 @@ async def test_penalties_and_bias_act_alike_wherever_a_token_is_drawn(pair: Pair
     assert apart.tokens == alone.tokens
     resumed = await pair.submit(prompt, sampling, decode="forgetful", settled=alone.tokens[:7]).end(20)
     assert resumed.tokens == alone.tokens[7:]
+
+
+async def test_a_grammar_is_applied_by_the_decode_node_wherever_the_prompt_was_computed(pair: Pair) -> None:
+    grammar = LLMatcher.grammar_from_regex("[a-f]{3,5}( [a-f]{3,5}){3}")
+    sampling = types_pb2.SamplingParameters(temperature=1.0, seed=5, max_tokens=40, grammar=grammar)
+    prompt = toy_prompt(50, seed=15)
+    alone = await pair.submit(prompt, sampling, prefill=()).end(20)
+    assert alone.finish_reason == types_pb2.FINISH_REASON_STOP, alone.failure
+    apart = await pair.submit(prompt, sampling, decode="forgetful").end(20)
+    assert apart.account is not None
+    assert apart.account.transferred > 0
+    assert apart.tokens == alone.tokens
+    resumed = await pair.submit(prompt, sampling, decode="forgetful", settled=alone.tokens[:6]).end(20)
+    assert resumed.tokens == alone.tokens[6:]
+    wrong = types_pb2.SamplingParameters(temperature=1.0, seed=5, max_tokens=4, grammar="garbage(((")
+    refused = await pair.submit(prompt, wrong).end(20)
+    assert (refused.failure, refused.retryable) == ("invalid_grammar", False)
 
 
 async def test_f05_settled_tokens_are_part_of_what_is_asked_for(pair: Pair) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 from router_fake_node import FakeNode, expected_answer
 from router_model_folder import CONTEXT_LIMIT, END_ID, write_model_folder
 from router_under_test import router_with, until
@@ -346,3 +347,27 @@ async def test_penalties_and_bias_reach_the_node(folder: Path) -> None:
     sampling = node.submits[0].sampling
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.5, 1.25)
     assert dict(sampling.logit_bias) == {101: 5.0, 7: -100.0}
+
+
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "json_object": {"response_format": {"type": "json_object"}},
+    "json_schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    },
+    "regex": {"structured_outputs": {"regex": "[a-c]+"}},
+    "choice": {"guided_choice": ["yes", "no", "\u00e9"]},
+    "lark": {"structured_outputs": {"grammar": 'start: "a" | "b"'}},
+}
+
+
+@pytest.mark.parametrize("asked", GRAMMARS.values(), ids=GRAMMARS)
+async def test_what_an_answer_must_follow_reaches_the_node_as_a_grammar(folder: Path, asked: dict[str, Any]) -> None:
+    node = FakeNode("d0")
+    async with router_with(folder, node) as router:
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **asked}
+        assert (await router.post("/v1/chat/completions", chat))[0] == 200
+        free = {"prompt": "x", "max_tokens": 2, "response_format": {"type": "text"}}
+        assert (await router.post("/v1/completions", free))[0] == 200
+    assert LLMatcher.validate_grammar(node.submits[0].sampling.grammar) == ""
+    assert node.submits[0].sampling.grammar
+    assert node.submits[1].sampling.grammar == ""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from decant_proto.v1 import types_pb2 as decant__proto_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64\x65\x63\x61nt_proto/v1/inference.proto\x12\tdecant.v1\x1a\x1b\x64\x65\x63\x61nt_proto/v1/types.proto\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.decant.v1.ChatMessage\"\xdc\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.decant.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.decant.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.decant.v1.SamplingOptions\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\ntimeout_ms\x18\x07 \x01(\rB\x07\n\x05input\"\xf8\x04\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\x0b\x88\x01\x01\x12=\n\nlogit_bias\x18\x0e \x03(\x0b\x32).decant.v1.SamplingOptions.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xa7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.decant.v1.Token\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.decant.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.decant.v1.Usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2\x91\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.decant.v1.GenerateRequest\x1a\x1b.decant.v1.GenerateResponse0\x01\x12=\n\x06\x43\x61ncel\x12\x18.decant.v1.CancelRequest\x1a\x19.decant.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64\x65\x63\x61nt_proto/v1/inference.proto\x12\tdecant.v1\x1a\x1b\x64\x65\x63\x61nt_proto/v1/types.proto\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.decant.v1.ChatMessage\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xb8\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.decant.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.decant.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.decant.v1.SamplingOptions\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x15\n\x0bjson_schema\x18\x08 \x01(\tH\x01\x12\x0f\n\x05regex\x18\t \x01(\tH\x01\x12$\n\x06\x63hoice\x18\n \x01(\x0b\x32\x12.decant.v1.ChoicesH\x01\x42\x07\n\x05inputB\x0c\n\nconstraint\"\xf8\x04\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\x0b\x88\x01\x01\x12=\n\nlogit_bias\x18\x0e \x03(\x0b\x32).decant.v1.SamplingOptions.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xa7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.decant.v1.Token\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.decant.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.decant.v1.Usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2\x91\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.decant.v1.GenerateRequest\x1a\x1b.decant.v1.GenerateResponse0\x01\x12=\n\x06\x43\x61ncel\x12\x18.decant.v1.CancelRequest\x1a\x19.decant.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,16 +44,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_end=214
   _globals['_CHATMESSAGES']._serialized_start=216
   _globals['_CHATMESSAGES']._serialized_end=272
-  _globals['_GENERATEREQUEST']._serialized_start=275
-  _globals['_GENERATEREQUEST']._serialized_end=495
-  _globals['_SAMPLINGOPTIONS']._serialized_start=498
-  _globals['_SAMPLINGOPTIONS']._serialized_end=1130
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=903
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=951
-  _globals['_GENERATERESPONSE']._serialized_start=1133
-  _globals['_GENERATERESPONSE']._serialized_end=1300
-  _globals['_USAGE']._serialized_start=1302
-  _globals['_USAGE']._serialized_end=1382
-  _globals['_INFERENCE']._serialized_start=1385
-  _globals['_INFERENCE']._serialized_end=1530
+  _globals['_CHOICES']._serialized_start=274
+  _globals['_CHOICES']._serialized_end=298
+  _globals['_GENERATEREQUEST']._serialized_start=301
+  _globals['_GENERATEREQUEST']._serialized_end=613
+  _globals['_SAMPLINGOPTIONS']._serialized_start=616
+  _globals['_SAMPLINGOPTIONS']._serialized_end=1248
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=1021
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=1069
+  _globals['_GENERATERESPONSE']._serialized_start=1251
+  _globals['_GENERATERESPONSE']._serialized_end=1418
+  _globals['_USAGE']._serialized_start=1420
+  _globals['_USAGE']._serialized_end=1500
+  _globals['_INFERENCE']._serialized_start=1503
+  _globals['_INFERENCE']._serialized_end=1648
 # @@protoc_insertion_point(module_scope)

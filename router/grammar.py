@@ -1,0 +1,61 @@
+"""What an answer must follow, from what clients write to a grammar in llguidance's form, which the decode node applies.
+
+Must not know: HTTP, gRPC, nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+
+from router.generation import invalid
+
+LONGEST_GRAMMAR = 1 << 16
+MOST_CHOICES = 1024
+
+
+def any_object(parameter: str) -> str:
+    return from_schema(parameter, {"type": "object"})
+
+
+def from_schema(parameter: str, schema: Mapping[str, Any] | bool | str) -> str:
+    """Of a JSON schema, or of its text. Raises RequestRefused."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise invalid(parameter, f"{parameter} is not valid JSON: {error}") from None
+        if not isinstance(schema, (dict, bool)):
+            raise invalid(parameter, f"{parameter} must hold a JSON schema, which is an object")
+    return checked(parameter, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+
+
+def from_regex(parameter: str, regex: str) -> str:
+    """The whole answer matches. Raises RequestRefused."""
+    return checked(parameter, LLMatcher.grammar_from_regex(regex))
+
+
+def from_choice(parameter: str, choices: Sequence[str]) -> str:
+    """The answer is one of them. Raises RequestRefused."""
+    if not 1 <= len(choices) <= MOST_CHOICES or not all(choices):
+        raise invalid(parameter, f"{parameter} must hold 1 to {MOST_CHOICES} texts, none of them empty")
+    return checked(parameter, LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices))))
+
+
+def from_lark(parameter: str, grammar: str) -> str:
+    """Raises RequestRefused."""
+    if not grammar.strip():
+        raise invalid(parameter, f"{parameter} must not be empty")
+    return checked(parameter, LLMatcher.grammar_from_lark(grammar))
+
+
+def checked(parameter: str, grammar: str) -> str:
+    if len(grammar) > LONGEST_GRAMMAR:
+        raise invalid(parameter, f"{parameter} is longer than {LONGEST_GRAMMAR} characters")
+    problem = LLMatcher.validate_grammar(grammar)
+    if problem:
+        raise invalid(parameter, f"{parameter} cannot be followed: {problem.splitlines()[0]}")
+    return grammar
