@@ -1,4 +1,6 @@
-"""Attention over the paged pool in plain PyTorch, fast on CPUs.
+"""Attention over the paged pool on CPUs.
+
+Rows with few queries are attended by compiled code where there is any (`native`); what follows is the way in plain PyTorch.
 
 Rows with one query (decode) are attended together: their blocks are gathered through padded tables into [rows, kv_heads,
 context, head_dim], and a KV head's query heads stand beside each other as its queries, so no head is ever repeated. Rows of
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.attention.native import PoolStrides, RowQueries, rows_kernel
 from engine.attention.pool_index import LayerRows, StageIndex
 from engine.kv_cache.storage import KvStorage, PoolShard
 from engine.step import StepPlan
@@ -21,6 +24,9 @@ from engine.step import StepPlan
 GROUP_COST_BLOCKS = 24
 """A group of decode rows may be padded by as many blocks as gathering and attending another group would cost."""
 
+
+NATIVE_QUERIES = 16
+"""Rows with more queries gain more from a matrix product than from not being copied."""
 
 Shape = tuple[int, int, int, int, int]
 """[rows, 2 (K, V), heads, positions, head_dim]."""
@@ -51,12 +57,16 @@ class PagedAttention:
         self.head_dim = layout.head_dim
         self.dtype = dtype
         self.scratch = Scratch(dtype)
+        plain = dtype == torch.float32 and layout.tensor_parallel == 1 and torch.get_num_threads() == 1
+        self.kernel = rows_kernel(layout.head_dim, heads // layout.kv_heads) if plain else None
         self.stages: list[StageIndex] = []
+        self.strides: list[PoolStrides] = []
         self.layers: list[_Layer] = []
         for stage in range(layout.pipeline_parallel):
             shards = [shard for shard in storage.shards if shard.stage == stage]
             index = StageIndex(storage, shards[0])
             self.stages.append(index)
+            self.strides.append(index.strides(layout.head_dim))
             memories = [torch.from_numpy(shard.memory).view(dtype) for shard in shards]
             for layer in range(shards[0].first_layer, shards[0].end_layer):
                 rows = [LayerRows(memory, s, layer, index) for memory, s in zip(memories, shards, strict=True)]
@@ -126,6 +136,12 @@ class PagedStep:
         queries = np.diff(plan.query_start)
         single = np.flatnonzero(queries == 1)
         several = np.flatnonzero(queries > 1)
+        self.native: RowQueries | None = None
+        if backend.kernel is not None:
+            self.native = _native_queries(plan, queries)
+            single, several = np.array([], np.int64), np.flatnonzero(queries > NATIVE_QUERIES)
+            longest = int(self.native.limits.max(initial=0))
+            self.scores = torch.empty(backend.heads // backend.kv_heads * longest, dtype=backend.dtype)
         self.groups = [
             self._decode_group(plan, rows, alone=len(rows) == plan.tokens, zero_unread=zero_unread)
             for rows in decode_groups(single, plan.context_lengths[single], backend.block_size)
@@ -138,6 +154,9 @@ class PagedStep:
         if len(self.groups) == 1 and self.groups[0].tokens is None:
             return self._attend_group(self.groups[0], rows, queries)
         out = queries.new_empty(queries.shape[0], self.backend.heads * self.backend.head_dim)
+        if self.native is not None and self.backend.kernel is not None:
+            rank, strides = rows.ranks[0], self.backend.strides[rows.stage]
+            self.backend.kernel.attend(queries, out, rank.key_rows, rank.value_rows, strides, self.native, self.scores)
         for group in self.groups:
             assert group.tokens is not None
             out[group.tokens] = self._attend_group(group, rows, queries[group.tokens])
@@ -215,6 +234,18 @@ class PagedStep:
         return [stage.read_runs(tables) for stage in stages], [
             (rows, 2, stage.heads, positions, self.backend.head_dim) for stage in stages
         ]
+
+
+def _native_queries(plan: StepPlan, queries: np.ndarray) -> RowQueries:
+    """The queries of all rows that have few of them."""
+    row_of_token = np.repeat(np.arange(len(queries)), queries)
+    tokens = np.flatnonzero(queries[row_of_token] <= NATIVE_QUERIES)
+    return RowQueries(
+        tables=np.ascontiguousarray(plan.block_tables),
+        tokens=tokens,
+        rows=row_of_token[tokens],
+        limits=plan.positions[tokens] + 1,
+    )
 
 
 def decode_groups(rows: np.ndarray, contexts: np.ndarray, block_size: int) -> list[np.ndarray]:

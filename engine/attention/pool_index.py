@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.attention.native import PoolStrides
 from engine.kv_cache.storage import KvStorage, PoolShard
 
 Int64 = npt.NDArray[np.int64]
@@ -26,6 +27,16 @@ class StageIndex:
         self.heads = shard.heads
         self.rows_per_block = shard.layer_group * 2 * layout.block_size * shard.heads
         self.run_positions = layout.block_size if layout.head_order == "HND" else 1
+
+    def strides(self, head_dim: int) -> PoolStrides:
+        hnd = self.head_order == "HND"
+        return PoolStrides(
+            block=self.rows_per_block * head_dim,
+            head=(self.block_size if hnd else 1) * head_dim,
+            position=(1 if hnd else self.heads) * head_dim,
+            block_size=self.block_size,
+            heads=self.heads,
+        )
 
     def write_rows(self, slots: Int64) -> torch.Tensor:
         """[T * heads] rows of head_dim elements for slots [T]."""

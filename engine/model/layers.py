@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +25,7 @@ MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes that are measured; others use the next larger one, all above the last use the last."""
 
 SAMPLED_LINEARS = 6
-REPETITIONS = 2
+REPETITIONS = 5
 SECOND_STORE_GAIN = 0.03
 """A second store must save this share of the time, averaged over the measured batch sizes."""
 
@@ -43,16 +44,14 @@ def _rows(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 def _left(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    if bias is None:
-        return lambda x: (weight @ x.t()).t().contiguous()
-    column = bias[:, None]
-    return lambda x: torch.addmm(column, weight, x.t()).t().contiguous()
+    """One row is made two: a product with two columns reads the weight at full speed, one with a vector does not."""
 
+    def product(x: torch.Tensor) -> torch.Tensor:
+        columns = (x if len(x) > 1 else F.pad(x, (0, 0, 0, 1))).t()
+        turned = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
+        return turned.t()[: len(x)].contiguous()
 
-def _left_pair(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """For one row: a product with two columns reads the weight at the machine's full speed, where one with a vector does not."""
-    pair = _left(weight, bias)
-    return lambda x: pair(F.pad(x, (0, 0, 0, 1)))[:1] if len(x) == 1 else pair(x)
+    return product
 
 
 def _columns(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
@@ -68,7 +67,6 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 ROWS = Form("x W^T", "rows", _rows)
 LEFT = Form("(W x^T)^T", "rows", _left)
-LEFT_PAIR = Form("(W [x 0]^T)^T", "rows", _left_pair)
 COLUMNS = Form("x (W^T)", "columns", _columns)
 PACKED = Form("oneDNN packed", "packed", _packed)
 
@@ -92,8 +90,8 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> tuple[Form, ...
         return (ROWS,)
     packs = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if torch.backends.mkldnn.is_available() and packs:  # type: ignore[no-untyped-call]
-        return (ROWS, LEFT, LEFT_PAIR, COLUMNS, PACKED)
-    return (ROWS, LEFT, LEFT_PAIR, COLUMNS)
+        return (ROWS, LEFT, COLUMNS, PACKED)
+    return (ROWS, LEFT, COLUMNS)
 
 
 class Linear:
@@ -147,13 +145,17 @@ def choose_forms(
 
 
 def _measure(linears: Sequence[Linear], forms: Sequence[Form], dtype: torch.dtype) -> dict[Form, list[float]]:
-    """Seconds of one pass over `linears` for each form and each of MEASURED_ROWS; least of a few repetitions."""
-    seconds: dict[Form, list[float]] = {}
-    for form in forms:
-        products = [form.bind(_store(_weight(linear), form.store), linear.bias) for linear in linears]
-        seconds[form] = [
-            _pass_seconds(products, torch.randn(rows, linears[0].in_features).to(dtype)) for rows in MEASURED_ROWS
-        ]
+    """Seconds of one pass over `linears` for each form and each of MEASURED_ROWS; least of a few repetitions, between which
+    the forms take turns, so that a busy moment of the machine does not decide against one of them."""
+    products = {
+        form: [form.bind(_store(_weight(linear), form.store), linear.bias) for linear in linears] for form in forms
+    }
+    seconds: dict[Form, list[float]] = {form: [] for form in forms}
+    for rows in MEASURED_ROWS:
+        x = torch.randn(rows, linears[0].in_features).to(dtype)
+        turns = [[_pass_seconds(products[form], x) for form in forms] for _ in range(REPETITIONS)]
+        for form, best in zip(forms, np.min(turns, axis=0).tolist(), strict=True):
+            seconds[form].append(best)
     return seconds
 
 
@@ -166,13 +168,10 @@ def _pass_seconds(products: Sequence[Product], x: torch.Tensor) -> float:
     # One thread's own time is not blurred by other processes on the machine; with several threads only wall time counts all.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     products[0](x)
-    best = float("inf")
-    for _ in range(REPETITIONS):
-        started = clock()
-        for product in products:
-            product(x)
-        best = min(best, clock() - started)
-    return best
+    started = clock()
+    for product in products:
+        product(x)
+    return clock() - started
 
 
 def best_forms(seconds: dict[Form, list[float]], stores_limit: int) -> list[Form]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from step_plans import batch_plan
 
+from engine.attention.native import PoolStrides, RowQueries, rows_kernel
 from engine.attention.paged import GROUP_COST_BLOCKS, PagedAttention, decode_groups
 from engine.attention.reference import ReferenceAttention
 from engine.kv_cache.storage import KvStorage
 from engine.step import StepPlan
 from foundation.kv_layout import HeadOrder, KvLayout
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCKS = 6, 3, 8, 40
+HEADS, KV_HEADS, HEAD_DIM, BLOCKS = 6, 3, 16, 40
 
 
 def layout(head_order: HeadOrder, tp: int, pp: int, layer_group: int, block_size: int = 4) -> KvLayout:
@@ -61,10 +64,70 @@ def attend_all(
     return out
 
 
+def in_pytorch(storage: KvStorage) -> PagedAttention:
+    """As on a machine without a C compiler."""
+    backend = PagedAttention(storage, HEADS, torch.float32)
+    backend.kernel = None
+    return backend
+
+
 SHAPES = [
     (order, tp, pp, group)
     for order, tp, (pp, group) in itertools.product(("NHD", "HND"), (1, 3, 6), ((1, 6), (1, 2), (2, 3), (3, 1), (3, 6)))
 ]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As nodes compute on a CPU; compiled attention is for that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("order", "pp", "group"), [(order, *rest) for order, tp, *rest in SHAPES if tp == 1])
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.usefixtures("one_thread")
+def test_compiled_attention_equals_its_definition_in_every_layout(order: HeadOrder, pp: int, group: int) -> None:
+    shape = layout(order, 1, pp, group)
+    plans = mixed_plans(shape.block_size)
+    backend = PagedAttention(KvStorage(shape, BLOCKS), HEADS, torch.float32)
+    assert backend.kernel is not None
+    expected = attend_all(ReferenceAttention(KvStorage(shape, BLOCKS), HEADS, torch.float32), plans, zero_unread=False)
+    for got, want in zip(attend_all(backend, plans, zero_unread=False), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.usefixtures("one_thread")
+def test_compiled_attention_reads_nothing_behind_a_context() -> None:
+    shape = layout("HND", 1, 1, 6)
+    plans = mixed_plans(shape.block_size)
+    clean = attend_all(PagedAttention(KvStorage(shape, BLOCKS), HEADS, torch.float32), plans, zero_unread=False)
+    dirty_storage = KvStorage(shape, BLOCKS)
+    for pool in dirty_storage.pool_views():
+        pool.view(np.float32)[:] = np.nan
+    for got, want in zip(
+        attend_all(PagedAttention(dirty_storage, HEADS, torch.float32), plans, zero_unread=False), clean, strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.usefixtures("one_thread")
+def test_compiled_attention_keeps_a_nan_and_survives_far_scores() -> None:
+    kernel = rows_kernel(64, 3)
+    assert kernel is not None
+    queries = torch.randn(2, 3, 64)
+    queries[0] *= 1000
+    queries[1, 0, 5] = float("nan")
+    keys, values = torch.randn(40, 64), torch.randn(40, 64)
+    which = RowQueries(np.zeros((1, 1), np.int32), np.arange(2), np.zeros(2, np.int64), np.full(2, 40))
+    out, strides = torch.empty(2, 192), PoolStrides(block=0, head=0, position=64, block_size=40, heads=1)
+    kernel.attend(queries, out, keys, values, strides, which, torch.empty(120))
+    want = (queries @ keys.t() * 0.125).softmax(-1) @ values
+    torch.testing.assert_close(out, want.reshape(2, -1), equal_nan=True, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("order", "tp", "pp", "group"), SHAPES)
@@ -72,7 +135,7 @@ def test_paged_attention_equals_its_definition_in_every_layout(order: HeadOrder,
     shape = layout(order, tp, pp, group)
     plans = mixed_plans(shape.block_size)
     paged_storage, reference_storage = KvStorage(shape, BLOCKS), KvStorage(shape, BLOCKS)
-    ours = attend_all(PagedAttention(paged_storage, HEADS, torch.float32), plans, zero_unread=False)
+    ours = attend_all(in_pytorch(paged_storage), plans, zero_unread=False)
     expected = attend_all(ReferenceAttention(reference_storage, HEADS, torch.float32), plans, zero_unread=False)
     for got, want in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -87,7 +150,7 @@ def test_garbage_behind_a_context_reaches_no_result_when_unread_memory_is_zeroed
     dirty_storage = KvStorage(shape, BLOCKS)
     for pool in dirty_storage.pool_views():
         pool.view(np.float32)[:] = np.nan
-    dirty = PagedAttention(dirty_storage, HEADS, torch.float32)
+    dirty = in_pytorch(dirty_storage)
     assert any(out.isnan().any() for out in attend_all(dirty, plans, zero_unread=False))
     for got, want in zip(attend_all(dirty, plans, zero_unread=True), clean, strict=True):
         torch.testing.assert_close(got, want)
