@@ -12,10 +12,22 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from chaos_cluster import DECODE, MEMBERS, NODES, PREFILL, ROUTER, SILENCE_LIMIT_S, Cluster, Member, condition
+from chaos_cluster import (
+    DECODE,
+    MEMBERS,
+    NODES,
+    PREFILL,
+    ROUTER,
+    SILENCE_LIMIT_S,
+    START_LIMIT_S,
+    Cluster,
+    Member,
+    condition,
+)
 from chaos_network import Direction, Network
 
-AIM_LIMIT_S = 30.0
+PATIENCE_S = 30.0
+"""How long a throttled link may be without enough traffic to hold any of it back."""
 BLINK_S = (0.2, 1.0)
 OUTAGE_S = (SILENCE_LIMIT_S + 1.0, SILENCE_LIMIT_S + 2.0)
 THROTTLE_S = (2.0, 4.0)
@@ -75,7 +87,7 @@ class _Aim:
             return victim.state() == ("T" if self.stops else "Z")
 
         try:
-            await condition(hit, AIM_LIMIT_S, f"{self.hook} hits {victim.name}")
+            await condition(hit, START_LIMIT_S, f"{self.hook} hits {victim.name}")
         except AssertionError as missed:
             raise NoEffect(str(missed)) from None
         begun = time.time()
@@ -203,7 +215,7 @@ async def throttle(cluster: Cluster, chance: random.Random) -> list[Injected]:
     await asyncio.to_thread(network.throttle, victim, speed)
     try:
         await asyncio.sleep(seconds)  # the slow time itself
-        held_back, patience_until = 0, time.time() + AIM_LIMIT_S
+        held_back, patience_until = 0, time.time() + PATIENCE_S
         while not held_back and time.time() < patience_until:
             held_back = await asyncio.to_thread(network.throttled_packets, victim)
             await asyncio.sleep(0.1)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -22,6 +24,13 @@ SINK = "sink"
 COMMAND_LIMIT_S = 30.0
 BURST_BYTES = 32 * 1024
 QUEUE_DELAY_MS = 400
+
+
+def free_number() -> int:
+    """A number for a `Network` that no other one on this machine has now."""
+    links = subprocess.run(["ip", "-o", "link"], check=True, capture_output=True, text=True, timeout=COMMAND_LIMIT_S)
+    taken = {int(number) for number in re.findall(r": dc(\d+)-br", links.stdout)}
+    return next(number for number in random.sample(range(256), 256) if number not in taken)
 
 
 def why_not_possible() -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import statistics
 import sys
@@ -25,7 +24,7 @@ from chaos_cluster import DECODE, MEMBERS, PREFILL, SILENCE_LIMIT_S, Cluster
 from chaos_faults import Injected, NoEffect, deck
 from chaos_load import Load, draw_questions, usual_seconds
 from chaos_models import ServedModel, served_model
-from chaos_network import Network, why_not_possible
+from chaos_network import Network, free_number, why_not_possible
 from chaos_storms import StormOutcome, storms
 
 QUESTIONS = 24
@@ -100,7 +99,11 @@ def broken_by(report: Report) -> list[str]:
 
 
 def row(number: int, fault: Injected, noticed: dict[tuple[str, str], float]) -> str:
-    seen = ", ".join(f"{observer} {seconds:.2f}" for (observer, _), seconds in sorted(noticed.items()))
+    subjects = {subject for _, subject in noticed}
+    seen = ", ".join(
+        f"{observer}{f' ({subject})' * (len(subjects) > 1)} {seconds:.2f}"
+        for (observer, subject), seconds in sorted(noticed.items())
+    )
     return f"{number:>4}  {fault.kind:<15} {fault.detail:<44} {fault.proof:<22} noticed after s: {seen or '-'}"
 
 
@@ -217,7 +220,7 @@ def main(arguments: list[str]) -> int:
     with ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decant-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
-        network = stack.enter_context(Network(MEMBERS, os.getpid() % 256)) if spared is None else None
+        network = stack.enter_context(Network(MEMBERS, free_number())) if spared is None else None
         model = served_model(options.model, folder)
         common = (*model.options, f"--slot-bytes={model.slot_bytes}", f"--staging-bytes={32 * model.slot_bytes}")
         common += ("--kv-cache-memory-bytes=192MiB", "--max-num-seqs=16", "--max-num-batched-tokens=256")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 
 import pytest
-from chaos_network import Direction, Network, why_not_possible
+from chaos_network import Direction, Network, free_number, why_not_possible
 
 pytestmark = pytest.mark.netns
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.netns
 def network() -> Iterator[Network]:
     if (reason := why_not_possible()) is not None:
         pytest.skip(reason)
-    with Network(("a", "b", "c"), os.getpid() % 200) as made:
+    with Network(("a", "b", "c"), free_number()) as made:
         yield made
 
 
