@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,9 @@ def test_f17_any_bytes_are_no_registry_entry_or_one_that_reads_back(raw: bytes) 
 def test_a_registry_entry_is_whole_or_none(found: dict[str, Any]) -> None:
     entry = decode(json.dumps(found))
     assert entry is None or (isinstance(entry, NodeEntry) and decode(encode(entry)) == entry)
+
+
+def test_the_documentation_names_every_field_that_is_offered_or_refused() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    fields = {*CompletionBody.model_fields, *ChatBody.model_fields, *NEUTRAL_VALUES}
+    assert [name for name in sorted(fields) if f"`{name}`" not in text] == []
