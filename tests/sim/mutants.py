@@ -8,11 +8,15 @@ A mutant replaces one attribute of the real machines (or of the modelled rim) an
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
@@ -240,18 +244,26 @@ def hunt(mutant: Mutant, limit: int = 200_000) -> Found:
         return explore(*mutant.world, limit=limit)
 
 
-def main(names: list[str]) -> int:
+def _hunt_by_name(name: str) -> Found:
+    return hunt(next(mutant for mutant in MUTANTS if mutant.name == name))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these, so far")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants hunted at once")
+    arguments = parser.parse_args()
     began_s = time.perf_counter()
-    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    names = arguments.names or [mutant.name for mutant in MUTANTS]
     caught = 0
-    for mutant in chosen:
-        found = hunt(mutant)
-        caught += bool(found.violation)
-        how = f"caught: {found.violation} (after {len(found.trace)} actions)" if found.violation else "SURVIVED"
-        print(f"{mutant.name}: {how}, {found.states} states", flush=True)
-    print(f"mutants caught: {caught} of {len(chosen)}, {time.perf_counter() - began_s:.0f} s")
-    return 0 if caught == len(chosen) else 1
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        for name, found in zip(names, pool.map(_hunt_by_name, names), strict=True):
+            caught += bool(found.violation)
+            how = f"caught: {found.violation} (after {len(found.trace)} actions)" if found.violation else "SURVIVED"
+            print(f"{name}: {how}, {found.states} states", flush=True)
+    print(f"mutants caught: {caught} of {len(names)}, {time.perf_counter() - began_s:.0f} s")
+    return 0 if caught == len(names) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -59,6 +59,8 @@ def scatter_refusal(expected: Content, found: Content | None) -> str:
 
 # --- making it happen ---------------------------------------------------------------------------------------------
 
+WORLD_FIELDS = tuple(field.name for field in fields(World))
+
 
 class Stage:
     if TYPE_CHECKING:  # it has the fields of World, whatever they are
@@ -71,11 +73,11 @@ class Stage:
     """A world being changed by one action; `log` holds (side, event) and (side, effect) in order."""
 
     def __init__(self, world: World) -> None:
-        self.__dict__.update({f.name: getattr(world, f.name) for f in fields(World)})
+        self.__dict__.update({name: getattr(world, name) for name in WORLD_FIELDS})
         self.log: list[tuple[str, str, Any]] = []
 
     def world(self) -> World:
-        return World(**{f.name: getattr(self, f.name) for f in fields(World)})
+        return World(*[getattr(self, name) for name in WORLD_FIELDS])
 
     def tell_d(self, event: Any) -> None:
         self.log.append(("D", "event", event))
