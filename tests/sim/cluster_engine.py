@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.kv_cache.storage import KvStorage
 from engine.loop import Engine
 from engine.model.toy_kv import ToyPool, toy_kv, toy_logits, toy_logits_of_kv
-from engine.port import Command, EngineEvent, EngineStatus, FinishReason, SamplingParameters
+from engine.port import Command, EngineEvent, EngineStatus, FinishReason, RequestFailed, SamplingParameters, Submit
 from engine.request import finish_rules
 from engine.sampling.reference import noise
 from engine.step import StepPlan, StepResult
@@ -123,23 +123,36 @@ class SimulatedEngine:
         self._status = engine.status()
         self._commands: deque[Command] = deque()
         self._posted = asyncio.Event()
+        self._broken = False
+        self._events_arrived: Callable[[Sequence[EngineEvent]], None] = lambda events: None
 
     def start(self, events_arrived: Callable[[Sequence[EngineEvent]], None]) -> None:
-        asyncio.get_running_loop().create_task(self._run(events_arrived), name="engine")
+        self._events_arrived = events_arrived
+        asyncio.get_running_loop().create_task(self._run(), name="engine")
 
     def status(self) -> EngineStatus:
         return self._status
+
+    def break_down(self) -> None:
+        """The next step fails, and with it the engine."""
+        self._broken = True
+        self._posted.set()
 
     @property
     def at_rest(self) -> bool:
         return not self._commands and not self._status.has_work
 
     def post(self, command: Command) -> None:
+        if self._status.failed is not None:
+            if isinstance(command, Submit):
+                failed = [RequestFailed(command.key, "engine_error")]
+                asyncio.get_running_loop().call_soon(self._events_arrived, failed)
+            return
         self._commands.append(command)
         self._posted.set()
 
-    async def _run(self, events_arrived: Callable[[Sequence[EngineEvent]], None]) -> None:
-        while True:
+    async def _run(self) -> None:
+        while not self._broken:
             if self.at_rest:
                 self._posted.clear()
                 await self._posted.wait()
@@ -151,4 +164,13 @@ class SimulatedEngine:
             events = self.engine.step()
             self.engine.scheduler.check()
             self._status = self.engine.status()
-            events_arrived(events)
+            self._events_arrived(events)
+        self._fail()
+
+    def _fail(self) -> None:
+        """What the engine's thread does when a step raises."""
+        unread = [command.key for command in self._commands if isinstance(command, Submit)]
+        self._commands.clear()
+        self._status = replace(self._status, has_work=False, failed="as planned")
+        events = self.engine.fail_all("engine_error")
+        self._events_arrived([*events, *(RequestFailed(key, "engine_error") for key in unread)])

@@ -30,6 +30,8 @@ RECOVERY_S = 4.0
 ROUTER = "router"
 AIMED_S = 3.0
 AIMED_SHARE = 0.7
+GRACE_SHARE = 0.6
+"""Of the time until a draining node's process is gone."""
 STAGES: tuple[ParcelStage, ...] = ("gathered", "sent", "landed", "scattered")
 
 
@@ -81,7 +83,7 @@ class _Drawer:
         at_s, short_s, long_s = rng.uniform(0, self._within_s), rng.uniform(0.05, 1.2), rng.uniform(0.2, 6.0)
         prefill, decode = rng.choice(self._prefill), rng.choice(self._decode)
         pair = (prefill, decode) if rng.random() < 0.5 else (decode, prefill)
-        match rng.randrange(10):
+        match rng.randrange(12):
             case 0 | 1:
                 return Fault("kill", at_s, rng.uniform(0.05, 3.0), (prefill,))
             case 2:
@@ -102,6 +104,10 @@ class _Drawer:
                 switch = rng.choice(PARCEL_FAULTS)
                 node = decode if switch == "hold_landed_from" else prefill
                 return Fault("parcel", at_s, long_s, (node,), switch, rng.randrange(6))
+            case 9:
+                return Fault("drain", at_s, long_s, (prefill,))
+            case 10:
+                return Fault("engine fails", at_s, rng.uniform(0.01, 0.5), (prefill,))
             case _:
                 kind = rng.choice(("cut both", "break", "slow"))
                 number = 50 if kind == "slow" else 0
@@ -119,7 +125,7 @@ class _Drawer:
         faults = []
         for _ in range(count):
             decode, lasts_s = rng.choice(self._decode), rng.uniform(0.05, 4.0)
-            match rng.randrange(6):
+            match rng.randrange(8):
                 case 0 | 1:
                     fault = Fault("kill", at_s, rng.uniform(0.05, 2.0), (decode,))
                 case 2:
@@ -128,6 +134,10 @@ class _Drawer:
                     fault = Fault("cut both", at_s, lasts_s, (ROUTER, decode))
                 case 4:
                     fault = Fault("cut", at_s, lasts_s, (decode, ROUTER) if rng.random() < 0.5 else (ROUTER, decode))
+                case 5:
+                    fault = Fault("drain", at_s, lasts_s, (decode,))
+                case 6:
+                    fault = Fault("engine fails", at_s, rng.uniform(0.01, 0.5), (decode,))
                 case _:
                     fault = Fault("break", at_s, 0.0, (ROUTER, decode))
             fault = self.aimed(fault)
@@ -218,6 +228,12 @@ class Harm:
             link.heal()
         self._wires.healed()
 
+    def _replace(self, life: Any) -> None:
+        """The process has come to its end by itself, unless something else ended it before."""
+        if life.process.alive:
+            life.kill()
+            self._restart(life.machine.name)
+
     def _harm_life(self, fault: Fault, life: Any) -> Callable[[], object]:
         match fault.kind:
             case "kill":
@@ -226,6 +242,13 @@ class Harm:
             case "hang":
                 life.stop()
                 return lambda: life.resume()
+            case "drain":
+                leaving = life.leave(fault.lasts_s * GRACE_SHARE)
+                self._loop.create_task(leaving, name="leave", context=life.process.context.copy())
+                return lambda: self._replace(life)
+            case "engine fails":
+                life.process.context.copy().run(life.engine.break_down)
+                return lambda: self._replace(life)
             case "effect once" | "effect lasting":
                 life.effects.fail(fault.detail, fault.number, fault.kind == "effect lasting")
                 return lambda: life.effects.heal()

@@ -46,6 +46,8 @@ class SimulatedLanes(MemoryNetwork):
         self.wires = wires
         self._rng = rng
         self._check_landing = check_landing
+        self.posted: set[Tag] = set()
+        """Every tag that was ever posted: nonces are random, so none comes twice."""
 
     def of_process(self, process: Process, effects: Effects) -> SimulatedTransport:
         return SimulatedTransport(self, process, effects)
@@ -124,6 +126,8 @@ class SimulatedSession(MemorySession):
             self.transport.network.link(self.peer, self).carry(lambda: MemorySession.lose(self, reason))
 
     def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
+        assert tag not in self.transport.network.posted, f"I4: tag {tag:#x} is posted for the second time"
+        self.transport.network.posted.add(tag)
         if self.transport.effects.fails("post"):
             self.transport.tell(done, ReceiveFailed(tag, "post_refused"))
         else:

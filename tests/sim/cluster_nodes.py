@@ -9,6 +9,7 @@ Must not know: what is done to a node, and what is asked of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class Life:
             epoch = 0 if self.decodes else self.driver.epoch
             return feed.node_status((), self.service.draining, epoch, self.observer.bytes_per_second)
 
-        streams = RouterStreams(self.service, self._hello(), status, machine.limits.heartbeat_s)
+        streams = self._streams = RouterStreams(self.service, self._hello(), status, machine.limits.heartbeat_s)
 
         def events_arrived(events: Sequence[EngineEvent]) -> None:
             feed.after_step()
@@ -221,6 +222,17 @@ class Life:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
 
     # What is done to it.
+
+    async def leave(self, grace_s: float) -> None:
+        """What a node does on SIGTERM (`node.host`)."""
+        self.service.drain()
+        self._streams.status_changed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self.world.registry.withdraw(self.machine.name, self.incarnation)
+                await self.service.idle.wait()
+        self._streams.close("drained")
+        await self.driver.close()
 
     def kill(self) -> None:
         self.world.loop.kill(self.process)
