@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu import measure, parts, steps
+from bench.gpu import hand_over, measure, parts, steps
 from engine.build_device import DeviceEngineParts
 from foundation.kv_layout import HeadOrder
 
@@ -109,6 +109,13 @@ class Run:
             "32x2048": self._told("32 x 2048", steps.prefill_many(self.engine(), 32, 2048)),
         }
 
+    def hand_over(self) -> dict[str, float]:
+        return hand_over.hand_over(self.report)
+
+    def profile_prefill(self) -> dict[str, Any]:
+        """Where a prompt's time goes on the GPU."""
+        return {str(n): self._told(f"profile {n}", steps.profile_prefill(self.engine(), n)) for n in (512, 2048, 8192)}
+
     def mixed(self) -> dict[str, float]:
         return self._told("mixed 64 + 512", steps.mixed(self.engine(), 64, 2048, 512))
 
@@ -121,6 +128,7 @@ FIGURES: tuple[Callable[[Run], Any], ...] = (
     Run.ceilings,
     Run.layouts,
     Run.attention,
+    Run.hand_over,
     Run.linears,
     Run.decode,
     Run.prefill,
@@ -128,6 +136,7 @@ FIGURES: tuple[Callable[[Run], Any], ...] = (
     Run.decode_more,
     Run.prefill_more,
     Run.mixed,
+    Run.profile_prefill,
     Run.host,
 )
 

@@ -101,8 +101,8 @@ def start_decodes(loop: Loop, contexts: np.ndarray, temperature: float) -> None:
 def decode(parts: DeviceEngineParts, rows: int, mean: int, temperature: float = 0.0, profile: bool = True) -> Figures:
     """Milliseconds a step, share of it in which the GPU is idle, and where the host's time goes."""
     loop = new_loop(parts)
-    # Contexts grow while they are measured, so they begin shorter by half of that.
-    start_decodes(loop, unequal(rows, mean) - min(100, mean // 4), temperature)
+    # Contexts grow while they are measured, so they begin shorter, by half of that.
+    start_decodes(loop, unequal(rows, mean) - min(WARM_STEPS + TIMED_STEPS // 2, mean - 8), temperature)
     for _ in range(WARM_STEPS):
         loop.engine.step()
     assert loop.engine.status().running == rows
@@ -153,10 +153,24 @@ def _host_times(loop: Loop) -> Figures:
 
 
 def _profiled(loop: Loop) -> Figures:
-    """The share of time in which no kernel and no copy runs, and the busy time by kind of kernel."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    """The share of time in which no kernel and no copy runs, and the busy time by kind of kernel, a step."""
+
+    def run() -> None:
         for _ in range(PROFILED_STEPS):
             loop.engine.step()
+
+    return _profile(run, PROFILED_STEPS)
+
+
+def profile_prefill(parts: DeviceEngineParts, tokens: int) -> Figures:
+    """The same of one prompt."""
+    prefill(parts, tokens, repetitions=1)
+    return _profile(lambda: prefill(parts, tokens, repetitions=-1), 1)
+
+
+def _profile(run: Callable[[], object], steps: int) -> Figures:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if str(event.device_type).endswith("CUDA")]
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
@@ -171,8 +185,8 @@ def _profiled(loop: Loop) -> Figures:
         kinds[kind] = kinds.get(kind, 0.0) + (event.time_range.end - event.time_range.start)
     return {
         "gpu_idle_share": 1 - busy_us / wall_us,
-        "kernels": len(spans) / PROFILED_STEPS,
-    } | {f"gpu_{kind}_ms": us / PROFILED_STEPS / 1e3 for kind, us in sorted(kinds.items())}
+        "kernels": len(spans) / steps,
+    } | {f"gpu_{kind}_ms": us / steps / 1e3 for kind, us in sorted(kinds.items())}
 
 
 KINDS = (
@@ -204,7 +218,8 @@ def prefill(parts: DeviceEngineParts, tokens: int, repetitions: int = 9) -> Figu
         while not finished:
             finished = any(isinstance(event, TokenSampled) and event.key == key for event in loop.engine.step())
         seconds.append(time.perf_counter() - begun)
-    return {"ms": statistics.median(seconds[2:]) * 1e3, "worst_ms": max(seconds[2:]) * 1e3}
+    timed = seconds[2:] or seconds
+    return {"ms": statistics.median(timed) * 1e3, "worst_ms": max(timed) * 1e3}
 
 
 def prefill_many(parts: DeviceEngineParts, prompts: int, tokens: int) -> Figures:

@@ -1,9 +1,9 @@
 """Which thread block attends to which piece of which context: the plan that FlashInfer's tensor-core decode kernel follows.
 
-Contexts are cut into chunks of one size, longest pieces go first. FlashInfer's own planner cuts only batches that do not fill the
-GPU, and keeps their order, so that one long context, or an unlucky order of unequal ones, leaves most of the GPU idle (253
-instead of 134 microseconds a layer on an H200 for 64 contexts of 1,024 to 3,072). Chunks are small enough that each of the
-GPU's places gets several, and no smaller: a cut context costs a merge.
+Contexts are cut into chunks of one size, an equal share of all pages for each of the GPU's places, and longest pieces go first.
+FlashInfer's own planner cuts only batches that do not fill the GPU, and keeps their order, so that one long context, or an
+unlucky order of unequal ones, leaves most of the GPU idle. Smaller chunks would balance better, but a cut context costs a merge:
+on an H200 one share a place was the fastest or near it for every batch tried (docs/performance.md).
 
 The layout of the words is that of `PrefillPlanInfo` in FlashInfer 0.6.14 (include/flashinfer/attention/scheduler.cuh).
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 
-PIECES_A_PLACE = 4
+PIECES_A_PLACE = 1
 LEAST_CHUNK_PAGES = 8
 ROW_TILE = 16
 """Query heads of one KV head that one thread block takes."""

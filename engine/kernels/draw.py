@@ -67,6 +67,7 @@ def _draw_split(
     tokens_a_split,
     TILE: tl.constexpr,
     FILTERED: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -77,7 +78,7 @@ def _draw_split(
     if FILTERED:
         threshold = tl.load(thresholds + row)
     base = logits + row.to(tl.int64) * row_stride
-    best_score = tl.full((TILE,), _LOWEST, tl.float64)
+    best_score = tl.full((TILE,), _LOWEST, tl.float64 if DRAWN else tl.float32)
     best_token = tl.full((TILE,), _BEYOND_VOCABULARY, tl.int32)
     best_logit = tl.full((TILE,), _LOWEST, tl.float32)
     unsound = tl.zeros((TILE,), tl.int32)
@@ -88,18 +89,20 @@ def _draw_split(
         logit = tl.load(base + token, mask=inside, other=_LOWEST).to(tl.float32)
         unsound |= ((logit != logit) | (logit == float("inf"))).to(tl.int32)
         best_logit = _greater(best_logit, logit)
-        score = logit.to(tl.float64)
-        if temperature > 0:
-            score = score / temperature + _noise(key, token)
-            score = tl.where(logit == _LOWEST, _LOWEST, score)
-            if FILTERED:
-                score = tl.where(logit >= threshold, score, _LOWEST)
+        score = logit
+        if DRAWN:
+            score = logit.to(tl.float64)
+            if temperature > 0:
+                score = score / temperature + _noise(key, token)
+                score = tl.where(logit == _LOWEST, _LOWEST, score)
+                if FILTERED:
+                    score = tl.where(logit >= threshold, score, _LOWEST)
         token = tl.where(inside & (score > _LOWEST), token, _BEYOND_VOCABULARY)
         best_score, best_token = _better(best_score, best_token, score, token)
     score, token = tl.reduce((best_score, best_token), 0, _better)
     top = tl.reduce(best_logit, 0, _greater)
     top = tl.where(tl.max(unsound, axis=0) > 0, float("nan"), top)
-    tl.store(split_scores + row * splits + split, score)
+    tl.store(split_scores + row * splits + split, score.to(tl.float64))
     tl.store(split_tokens + row * splits + split, token)
     tl.store(split_best + row * splits + split, top)
 
@@ -127,11 +130,14 @@ def draw(
     thresholds: torch.Tensor | None,
     tokens: torch.Tensor,
     best_logits: torch.Tensor,
+    *,
+    drawn: bool = True,
 ) -> None:
     """A token for each row of `logits` [S, vocabulary] into int64 `tokens` [S], and the row's greatest logit, NaN where the row
     holds a NaN or infinity, into float32 `best_logits` [S].
 
     `temperatures` float32 [S], 0 is greedy; `keys` int64 [S], the bits of `draw_keys`; `thresholds` float32 [S] or None.
+    `drawn` False promises that every row is greedy, which needs no float64.
     """
     rows, vocabulary = logits.shape
     splits = min(SPLITS_AT_MOST, triton.cdiv(vocabulary, TILE))
@@ -152,6 +158,7 @@ def draw(
         tokens_a_split,
         TILE=TILE,
         FILTERED=thresholds is not None,
+        DRAWN=drawn,
         num_warps=8,
     )
     _draw_join[(rows,)](

@@ -9,15 +9,32 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.overlap import OVERLAPPED
 
 HEADS_A_PROGRAM = 8
 
 
 @triton.jit
-def _add_norm(hidden, delta, weight, normed, epsilon, WIDTH: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr):
+def _add_norm(
+    hidden,
+    delta,
+    weight,
+    normed,
+    epsilon,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    ADDS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * WIDTH
     lane = tl.arange(0, LANES)
     inside = lane < WIDTH
+    w = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(hidden + row + lane, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         x += tl.load(delta + row + lane, mask=inside, other=0.0).to(tl.float32)
@@ -25,7 +42,6 @@ def _add_norm(hidden, delta, weight, normed, epsilon, WIDTH: tl.constexpr, LANES
         tl.store(hidden + row + lane, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + epsilon)
-    w = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + row + lane, (x * scale * w).to(normed.dtype.element_ty), mask=inside)
 
 
@@ -44,14 +60,19 @@ def add_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Ten
             WIDTH=width,
             LANES=lanes,
             ADDS=delta is not None,
+            OVERLAPPED=OVERLAPPED,
+            launch_pdl=OVERLAPPED,
             num_warps=min(16, max(1, lanes // 512)),
         )
     return normed
 
 
 @triton.jit
-def _gate(gate_up, out, WIDTH: tl.constexpr, LANES: tl.constexpr):
+def _gate(gate_up, out, WIDTH: tl.constexpr, LANES: tl.constexpr, OVERLAPPED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lane < WIDTH
     gate = tl.load(gate_up + row * (2 * WIDTH) + lane, mask=inside, other=0.0).to(tl.float32)
@@ -66,7 +87,9 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(rows, width)
     lanes = min(2048, triton.next_power_of_2(width))
     if rows:
-        _gate[(rows, triton.cdiv(width, lanes))](gate_up, out, WIDTH=width, LANES=lanes, num_warps=4)
+        _gate[(rows, triton.cdiv(width, lanes))](
+            gate_up, out, WIDTH=width, LANES=lanes, OVERLAPPED=OVERLAPPED, launch_pdl=OVERLAPPED, num_warps=4
+        )
     return out
 
 
@@ -101,8 +124,12 @@ def _rotate_append(
     BLOCK_SIZE: tl.constexpr,
     PROGRAM_HEADS: tl.constexpr,
     NORMED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(1) * PROGRAM_HEADS + tl.arange(0, PROGRAM_HEADS)
     lane = tl.arange(0, LANES)
     inside = lane < HALF
@@ -178,5 +205,7 @@ def rotate_append(
         BLOCK_SIZE=block_size,
         PROGRAM_HEADS=HEADS_A_PROGRAM,
         NORMED=norms is not None,
+        OVERLAPPED=OVERLAPPED,
+        launch_pdl=OVERLAPPED,
         num_warps=2,
     )

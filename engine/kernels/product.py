@@ -1,4 +1,4 @@
-"""A few rows times a weight: y = x W^T for decode batches so small that reading W is all the work.
+"""One row times a weight: y = x W^T for the decode of a single sequence, where reading W is all the work.
 
 Each program reads whole rows of W once, in order, and keeps its sums in float32. Optionally two halves of W are combined on the
 way out as a gated MLP wants it, so that the gate costs no pass of its own.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.overlap import OVERLAPPED
 
 ROWS_AT_MOST = 1
-"""Beyond it the library's products are faster."""
+"""Of two rows and more the library's products are faster."""
 STEP = 1024
-FEW_OUTPUTS = 8192
+FEW_OUTPUTS = 32_768
 """Of so few outputs each program takes one, so that enough of them run."""
 
 
@@ -24,30 +27,40 @@ def _product(
     out,
     in_features,
     out_features,
-    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
     GATED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < out_features
     place = weight + output.to(tl.int64)[:, None] * in_features
     lane = tl.arange(0, STEP)
-    for row in tl.static_range(ROWS):
-        total = tl.zeros((OUTPUTS, STEP), tl.float32)
-        gated = tl.zeros((OUTPUTS, STEP), tl.float32)
-        for offset in range(0, in_features, STEP):
-            live = offset + lane < in_features
-            mask = inside[:, None] & live[None, :]
-            value = tl.load(x + row * in_features + offset + lane, mask=live, other=0.0).to(tl.float32)[None, :]
-            total += tl.load(place + offset + lane[None, :], mask=mask, other=0.0).to(tl.float32) * value
-            if GATED:
-                second = place + out_features.to(tl.int64) * in_features + offset + lane[None, :]
-                gated += tl.load(second, mask=mask, other=0.0).to(tl.float32) * value
-        result = tl.sum(total, axis=1)
+    live = lane < in_features
+    mask = inside[:, None] & live[None, :]
+    second = place + out_features.to(tl.int64) * in_features
+    # The first piece of the weight is on its way before the row that it waits for has been written.
+    first = tl.load(place + lane[None, :], mask=mask, other=0.0)
+    if GATED:
+        first_gated = tl.load(second + lane[None, :], mask=mask, other=0.0)
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + lane, mask=live, other=0.0).to(tl.float32)[None, :]
+    total = first.to(tl.float32) * value
+    if GATED:
+        gated = first_gated.to(tl.float32) * value
+    for offset in range(STEP, in_features, STEP):
+        live = offset + lane < in_features
+        mask = inside[:, None] & live[None, :]
+        value = tl.load(x + offset + lane, mask=live, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(place + offset + lane[None, :], mask=mask, other=0.0).to(tl.float32) * value
         if GATED:
-            result = result / (1.0 + tl.exp(-result)) * tl.sum(gated, axis=1)
-        tl.store(out + row * out_features + output, result.to(out.dtype.element_ty), mask=inside)
+            gated += tl.load(second + offset + lane[None, :], mask=mask, other=0.0).to(tl.float32) * value
+    result = tl.sum(total, axis=1)
+    if GATED:
+        result = result / (1.0 + tl.exp(-result)) * tl.sum(gated, axis=1)
+    tl.store(out + output, result.to(out.dtype.element_ty), mask=inside)
 
 
 def product(
@@ -59,7 +72,7 @@ def product(
     outputs: int | None = None,
     warps: int = 4,
 ) -> torch.Tensor:
-    """x [T <= ROWS_AT_MOST, in] times weight [out, in] transposed: [T, out]; `gated`: silu of the first half times the second."""
+    """x [1, in] times weight [out, in] transposed: [1, out]; `gated`: silu of the first half times the second."""
     rows, in_features = x.shape
     assert rows <= ROWS_AT_MOST, f"{rows} rows"
     out_features = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -73,10 +86,11 @@ def product(
         out,
         in_features,
         out_features,
-        ROWS=rows,
         OUTPUTS=outputs,
         STEP=STEP,
         GATED=gated,
+        OVERLAPPED=OVERLAPPED,
+        launch_pdl=OVERLAPPED,
         num_warps=warps,
     )
     return out

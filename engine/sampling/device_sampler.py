@@ -13,6 +13,7 @@ import torch
 from engine.graphs.buffers import SampleInputs
 from engine.kernels.draw import draw, filter_thresholds
 from engine.sampling.adjust import adjust
+from engine.sampling.mask import apply_masks
 from engine.step import SamplingRows
 
 
@@ -46,6 +47,8 @@ def sample_on_device(
             (), float("-inf"), dtype=logits.dtype, device=logits.device
         )  # a number would be copied, and waited for
         logits.index_put_((inputs.banned_rows, inputs.banned_tokens), never)
+    if rows.masks is not None:
+        apply_masks(logits, rows.masks)
     if rows.adjustments is not None:
         adjust(logits, rows.adjustments, previous_tokens)
     drawn = rows.temperature > 0
@@ -53,7 +56,7 @@ def sample_on_device(
     thresholds = None
     if filtered.any():
         thresholds = filter_thresholds(logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
-    draw(logits, inputs.temperature, inputs.keys, thresholds, tokens, best_logits)
+    draw(logits, inputs.temperature, inputs.keys, thresholds, tokens, best_logits, drawn=bool(drawn.any()))
     if raw is None:
         return None
     chosen = raw.gather(1, tokens[inputs.logprob_rows][:, None])[:, 0]

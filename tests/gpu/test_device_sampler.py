@@ -67,6 +67,17 @@ def test_permuting_rows_or_drawing_alone_changes_no_draw_on_the_device() -> None
         assert alone == [together[index]]
 
 
+def test_a_batch_that_is_greedy_throughout_gets_the_first_of_the_greatest_logits() -> None:
+    logits = torch.randint(-20, 20, (37, 128_256), device=DEVICE).bfloat16()
+    tokens = torch.empty(37, dtype=torch.int64, device=DEVICE)
+    best = torch.empty(37, device=DEVICE)
+    zeros = torch.zeros(37, device=DEVICE)
+    draw(logits, zeros, torch.zeros(37, dtype=torch.int64, device=DEVICE), None, tokens, best, drawn=False)
+    first = (logits == logits.amax(1, keepdim=True)).int().argmax(1)
+    assert tokens.tolist() == first.tolist()
+    assert torch.equal(best, logits.float().amax(1))
+
+
 def test_an_unsound_row_is_recognised_on_the_device_and_its_neighbours_are_not() -> None:
     logits = torch.randn(4, 5000, device=DEVICE)
     logits[1, 4321], logits[2, 77] = math.nan, math.inf
