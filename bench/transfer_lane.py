@@ -60,10 +60,12 @@ class Pump:
             self.finished.set_result(None)
 
 
-async def rounds(session: DataSession, arena: Arena, slot_bytes: int, first: int, *, send: bool) -> list[float]:
+async def rounds(
+    session: DataSession, arena: Arena, slot_bytes: int, first: int, *, send: bool, repeat: int = ROUNDS
+) -> list[float]:
     """Seconds of each round, on the receiver; the sender's figures mean nothing."""
     count, seconds = TRANSFER_BYTES // slot_bytes, []
-    for number in range(first, first + ROUNDS * count, count):
+    for number in range(first, first + repeat * count, count):
 
         def start(index: int, done: Callable[..., None], number: int = number) -> None:
             tag, buffer = credit_tag(NONCE, CreditNumber(number + index)), arena.message(index % IN_FLIGHT, slot_bytes)
