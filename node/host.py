@@ -218,7 +218,7 @@ class _Host:
             entry=entry_to_wire(self._entry),
             fingerprint=fingerprint_to_wire(ready.parts.fingerprint),
             model_id=ready.model_id,
-            max_model_len=ready.config.max_model_len,
+            max_model_len=ready.config.max_sequence_length,
             block_size=ready.config.block_size,
             step_limit_ms=round(ready.step_limit_s * 1000),
             kv_bytes_per_token=ready.parts.layout.token_bytes,

@@ -22,7 +22,7 @@ from foundation.keys import draw_master_keys, write_key_file
 
 pytestmark = pytest.mark.sockets
 
-BLOCKS = 256
+BLOCKS = 200
 SMALL = (f"--num-gpu-blocks-override={BLOCKS}", "--max-num-seqs=8", "--max-num-batched-tokens=64")
 
 
@@ -65,6 +65,10 @@ async def test_f19_tokens_of_the_toy_equal_its_arithmetic_cold_and_cached(router
         assert answer.finish_reason == types_pb2.FINISH_REASON_LENGTH
         assert answer.account is not None
         assert (answer.account.cached, answer.account.computed) == (cached, length - cached)
+
+
+async def test_a_pool_smaller_than_the_models_context_is_the_nodes_context(router: RouterClient) -> None:
+    assert router.hello.max_model_len == BLOCKS * 16 + 1 < 4096
 
 
 async def test_many_requests_at_once_are_each_answered_with_their_own_tokens(router: RouterClient) -> None:
