@@ -81,6 +81,8 @@ class Books:
 
     def check_scatter(self, life: Any, job: staging.Scatter) -> None:
         """I1: a scatter writes only into blocks that are reserved for a transfer and nobody else's."""
+        if life.engine.status().failed is not None:
+            return  # a broken engine keeps its blocks as they are, and hands none out any more
         state = life.engine.engine.scheduler._state
         written = {int(block) for block in parcel_blocks(job.block_ids, job.parcel, life.machine.layout)}
         owners = [request for request in state.requests.values() if written & set(request.blocks)]

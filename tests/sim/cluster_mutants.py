@@ -19,10 +19,11 @@ from mutants import MUTANTS as MACHINE_MUTANTS
 from mutants import Mutant
 from transfer_world import Budget, Plan
 
-from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix_index import PrefixIndex
 from kv_transfer import data_sessions, staging
 from kv_transfer.protocol.decode_transfer import DecodeTransfer
+from kv_transfer.transport.base import mint_fence
+from kv_transfer.transport.memory import MemorySession
 from router.journey import Journey, Output
 
 SEEDS_AT_MOST = 150
@@ -35,22 +36,18 @@ FROM_THE_SEARCH = (
     "a credit number is used again",
     "one transfer's end closes the endpoint",
     "the end is told while a scatter is open",
-    "P forgets the transfer before D has answered",
 )
 NO_WORLD = (Plan(()), Budget())
 """These need no modelled world: the cluster is theirs."""
 
-_real_release = BlockPool.release
 _real_output = Journey._output
 _real_lookup = PrefixIndex.lookup
+_real_close = data_sessions.DataSessions.close
+_real_session_close = MemorySession.close
 
 
 def _no_digest(seed: int, payload: Any) -> int:
     return 0
-
-
-def _free_under_a_step(self: Any, blocks: Any, last_step: int) -> None:
-    _real_release(self, blocks, 0)
 
 
 def _all_is_verified(self: Any) -> int:
@@ -75,18 +72,27 @@ def _one_block_too_many(self: Any, chain: Any) -> Any:
     return [*found, others[0]] if found and others and len(found) < len(chain) else found
 
 
-class _SilentFence(data_sessions.DataSessions):
-    """A session that failed while it opened never proves that it is closed."""
+def _keeps_its_failure(self: Any, peer: Any, session: int) -> None:
+    """A session that failed while it opened tells of the failure alone, even when somebody waits for its fence."""
+    entry = self._entries.get(session)
+    failure = entry.failure if entry is not None else None
+    _real_close(self, peer, session)
+    if entry is not None:
+        entry.failure = failure
 
-    def close(self, peer: Any, session: int) -> None:
-        entry = self._entries.get(session)
-        if entry is None or entry.closing is None:
-            super().close(peer, session)
+
+async def _closes_at_once(self: Any) -> Any:
+    """Returns before those whose operations it has ended were told."""
+    closing = _real_session_close(self)
+    try:
+        closing.send(None)
+    except StopIteration as ended:
+        return ended.value
+    return mint_fence(self.session)
 
 
 CLUSTER_MUTANTS = (
     Mutant("no digest", NO_WORLD, ((staging, "payload_digest", _no_digest),)),
-    Mutant("blocks are free while a step may touch them", NO_WORLD, ((BlockPool, "release", _free_under_a_step),)),
     Mutant(
         "what was granted counts as verified",
         NO_WORLD,
@@ -99,8 +105,9 @@ CLUSTER_MUTANTS = (
     Mutant(
         "no fence for who ends a session while its lane fails",
         NO_WORLD,
-        ((data_sessions.DataSessions, "close", _SilentFence.close),),
+        ((data_sessions.DataSessions, "close", _keeps_its_failure),),
     ),
+    Mutant("a fence before the operations have ended", NO_WORLD, ((MemorySession, "close", _closes_at_once),)),
 )
 MUTANTS = tuple(m for m in MACHINE_MUTANTS if m.name in FROM_THE_SEARCH) + CLUSTER_MUTANTS
 
