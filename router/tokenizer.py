@@ -36,7 +36,7 @@ class ChatTemplateRefused(Exception):
 
 
 class ModelText:
-    """Thread-safe: nothing changes after it has been built."""
+    """Thread-safe: nothing changes after it has been built, but for what is remembered."""
 
     def __init__(
         self,
@@ -51,6 +51,8 @@ class ModelText:
         """Raises jinja2.TemplateSyntaxError when the template is none. `context_limit` and `vocabulary_size`: the model's own,
         where it names them; `fingerprint`: of tokenizer.json, as nodes give it in theirs."""
         self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        """Of single tokens, as far as they have been asked for: at most the vocabulary."""
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = _environment().from_string(chat_template) if chat_template is not None else None
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
@@ -93,7 +95,15 @@ class ModelText:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Special tokens skipped; bytes that are no UTF-8 become U+FFFD."""
+        if len(token_ids) == 1:  # half of all calls: what a stream's last token was by itself
+            return self._text_of_one(token_ids[0])
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _text_of_one(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._tokenizer.decode((token_id,), skip_special_tokens=True)
         return text
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
