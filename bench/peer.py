@@ -2,7 +2,8 @@
 
 Two comparisons, same fp32 model, same prompts, greedy, prefix cache off, one compute thread a process, never at once:
 
-- `one`: a Decant router and one decode node alone, against one vLLM server;
+- `one`: a Decant router and one decode node alone, against one vLLM server; each computes on core 0 (vLLM binds its compute
+  thread there and may use the other core for the rest; of Decant only the router may);
 - `pd`:  router, prefill node and decode node, against vllm-router with a NixlConnector pair; prefill on core 0, decode on core 1.
 
 Prints a table and writes every run as JSON. Ratios are Decant over peer: of tokens/s larger is better, of times smaller is.
@@ -15,20 +16,25 @@ import asyncio
 import json
 import platform
 import random
+import signal
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.processes import System, system
 from bench.streams import Figures, run_streams
+from bench.transfer import DECANT, VLLM, in_words, measure_transfers
 from foundation.keys import draw_master_keys, write_key_file
 
 STREAMS = (1, 4, 16)
+NO_CACHE, CACHE = "--no-enable-prefix-caching", "--enable-prefix-caching"
+IDLE_S = 10.0
+MOVED_TOKENS, MOVED_PROMPTS = 512, 5
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -47,34 +53,43 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A system that answers: where clients ask, and whose /metrics count the transfers that arrive."""
+
+    url: str
+    decode_url: str
+    system: System
+
+
 def start_vllm_server(peer: System, venv: Path, model: Path, name: str, core: str, extra: list[str]) -> str:
     """Start one vLLM server whose compute thread is bound to `core`; returns its base URL."""
     port = free_port()
     command = [str(venv / "bin/vllm"), "serve", str(model), "--served-model-name", "m", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16"]
-    command += ["--enforce-eager", "--no-enable-prefix-caching", *extra]
+    command += ["--enforce-eager", *extra]
     side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_CPU_OMP_THREADS_BIND": core}
     peer.start(name, command, "0,1", VLLM_ENVIRONMENT | side_channel)
     return f"http://127.0.0.1:{port}"
 
 
 @contextmanager
-def vllm_one(venv: Path, model: Path, logs: Path) -> Iterator[str]:
+def vllm_one(venv: Path, model: Path, logs: Path) -> Iterator[Running]:
     with system(logs) as peer:
-        url = start_vllm_server(peer, venv, model, "vllm", "0", [])
+        url = start_vllm_server(peer, venv, model, "vllm", "0", [NO_CACHE])
         peer.await_answer(f"{url}/health", 300)
-        yield url
+        yield Running(url, url, peer)
 
 
 @contextmanager
-def vllm_pd(venv: Path, model: Path, logs: Path) -> Iterator[str]:
+def vllm_pd(venv: Path, model: Path, logs: Path, prefill_cache: str = NO_CACHE) -> Iterator[Running]:
     def role(kv_role: str) -> list[str]:
         connector = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
         return ["--kv-transfer-config", json.dumps(connector | {"kv_load_failure_policy": "fail"})]
 
     with system(logs) as peer:
-        prefill = start_vllm_server(peer, venv, model, "vllm-prefill", "0", role("kv_producer"))
-        decode = start_vllm_server(peer, venv, model, "vllm-decode", "1", role("kv_consumer"))
+        prefill = start_vllm_server(peer, venv, model, "vllm-prefill", "0", [prefill_cache, *role("kv_producer")])
+        decode = start_vllm_server(peer, venv, model, "vllm-decode", "1", [NO_CACHE, *role("kv_consumer")])
         for url in (prefill, decode):
             peer.await_answer(f"{url}/health", 300)
         port = free_port()
@@ -82,11 +97,13 @@ def vllm_pd(venv: Path, model: Path, logs: Path) -> Iterator[str]:
         command += ["--prefill", prefill, "--decode", decode, "--host", "127.0.0.1", "--port", str(port)]
         peer.start("vllm-router", command, "0,1", VLLM_ENVIRONMENT)
         peer.await_answer(f"http://127.0.0.1:{port}/v1/models", 60)
-        yield f"http://127.0.0.1:{port}"
+        yield Running(f"http://127.0.0.1:{port}", decode, peer)
 
 
 @contextmanager
-def decant(model: Path, logs: Path, prefill_core: str | None, decode_core: str) -> Iterator[str]:
+def decant(
+    model: Path, logs: Path, prefill_core: str | None, decode_core: str, prefill_cache: str = NO_CACHE
+) -> Iterator[Running]:
     """Router and decode node, and a prefill node when it is given a core."""
     key = logs / "master.key"
     http_port, grpc_port = free_port(), free_port()
@@ -98,18 +115,45 @@ def decant(model: Path, logs: Path, prefill_core: str | None, decode_core: str) 
         router = [*base, "router", *shared, "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         ours.start("router", router, "0,1", DECANT_ENVIRONMENT)
 
-        def start_node(role: str, core: str) -> None:
+        def start_node(role: str, core: str, cache: str) -> str:
+            node_port = free_port()
             ports = ["--control-port", str(free_port()), "--data-port", str(free_port())]
-            ports += ["--http-port", str(free_port()), "--registry", f"127.0.0.1:{grpc_port}"]
+            ports += ["--http-port", str(node_port), "--registry", f"127.0.0.1:{grpc_port}"]
             limits = ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16"]
-            command = [*base, role, *shared, *ports, *limits, "--no-enable-prefix-caching"]
+            command = [*base, role, *shared, *ports, *limits, cache]
             ours.start(role, command, core, DECANT_ENVIRONMENT)
+            return f"http://127.0.0.1:{node_port}"
 
         if prefill_core is not None:
-            start_node("prefill", prefill_core)
-        start_node("decode", decode_core)
-        ours.await_answer(f"http://127.0.0.1:{http_port}/health", 120)
-        yield f"http://127.0.0.1:{http_port}"
+            start_node("prefill", prefill_core, prefill_cache)
+        decode_url = start_node("decode", decode_core, NO_CACHE)
+        nodes = 1 if prefill_core is None else 2
+
+        def all_usable(health: bytes) -> bool:
+            return sum(node["link"] == "ready" and not node["refusal"] for node in json.loads(health)["nodes"]) == nodes
+
+        ours.await_answer(f"http://127.0.0.1:{http_port}/health", 120, all_usable)
+        yield Running(f"http://127.0.0.1:{http_port}", decode_url, ours)
+
+
+Starter = Callable[[Path], AbstractContextManager[Running]]
+
+
+def idle_cores(under_test: System) -> dict[str, float]:
+    """Share of a core that each process uses while nobody asks anything."""
+    time.sleep(1.0)
+    before = under_test.cpu_seconds()
+    time.sleep(IDLE_S)
+    return {name: round((used - before[name]) / IDLE_S, 4) for name, used in under_test.cpu_seconds().items()}
+
+
+def transfers_in_words(venv: Path, model: Path, output: Path) -> str:
+    prompts = make_prompts(MOVED_PROMPTS, MOVED_TOKENS, seed=7)
+    with decant(model, output / "transfer-decant", "0", "1", CACHE) as ours:
+        own = in_words(measure_transfers(ours.url, ours.decode_url, DECANT, prompts))
+    with vllm_pd(venv, model, output / "transfer-vllm", CACHE) as peer:
+        theirs = in_words(measure_transfers(peer.url, peer.decode_url, VLLM, prompts))
+    return f"{MOVED_TOKENS} tokens computed before: Decant, Ask to commit: {own}; vLLM, NIXL post + transfer: {theirs}"
 
 
 def make_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
@@ -135,26 +179,33 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=48)
     parser.add_argument("--output", type=Path, default=Path("build/bench-peer"))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is stopped
     venv, model, output = arguments.peer_venv, arguments.model, arguments.output
-    starters: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
-        "one": (lambda logs: decant(model, logs, None, "0,1"), lambda logs: vllm_one(venv, model, logs)),
+    starters: dict[str, tuple[Starter, Starter]] = {
+        "one": (lambda logs: decant(model, logs, None, "0"), lambda logs: vllm_one(venv, model, logs)),
         "pd": (lambda logs: decant(model, logs, "0", "1"), lambda logs: vllm_pd(venv, model, logs)),
     }
     runs: list[dict[str, object]] = []
-    for comparison in arguments.comparison or ("one", "pd"):
+    compared = arguments.comparison or ("one", "pd")
+    idle: dict[str, dict[str, float]] = {}
+    for comparison in compared:
         for round_number in range(arguments.rounds):
             for who, starter in zip(("decant", "vllm"), starters[comparison], strict=True):
                 logs = output / f"{comparison}-{who}-{round_number}"
-                with starter(logs) as url:  # type: ignore[attr-defined]
+                with starter(logs) as running:
                     for streams in STREAMS:
-                        figures = measure(url, streams, arguments, seed=1000 * round_number + streams)
+                        figures = measure(running.url, streams, arguments, seed=1000 * round_number + streams)
                         runs.append({"comparison": comparison, "system": who, "round": round_number, **asdict(figures)})
                         sys.stderr.write(json.dumps(runs[-1]) + "\n")
+                    idle[f"{comparison} {who}"] = idle_cores(running.system)
+    moved = transfers_in_words(venv, model, output) if "pd" in compared else ""
     machine = f"{platform.machine()}, {_cpu_model()}"
     (output / "runs.json").write_text(
-        json.dumps({"machine": machine, "when": time.strftime("%F"), "runs": runs}, indent=1)
+        json.dumps(
+            {"machine": machine, "when": time.strftime("%F"), "runs": runs, "idle": idle, "moved": moved}, indent=1
+        )
     )
-    sys.stdout.write(table(runs) + f"\n\nmachine: {machine}\n")
+    sys.stdout.write(f"{table(runs)}\n\nidle cores: {json.dumps(idle)}\n{moved}\nmachine: {machine}\n")
 
 
 def table(runs: list[dict[str, object]]) -> str:

@@ -8,7 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,8 +31,8 @@ class System:
                 start_new_session=True,
             )
 
-    def await_answer(self, url: str, limit_s: float) -> None:
-        """Wait until `url` answers 200; RuntimeError when a process ends or the limit passes first."""
+    def await_answer(self, url: str, limit_s: float, enough: Callable[[bytes], bool] = lambda body: True) -> None:
+        """Wait until `url` answers 200 and `enough`; RuntimeError when a process ends or the limit passes first."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             for name, process in self.processes.items():
@@ -40,7 +40,7 @@ class System:
                     raise RuntimeError(f"{name} ended with {process.returncode}: see {self.log_folder}/{name}.log")
             try:
                 with urllib.request.urlopen(url, timeout=2) as answer:
-                    if answer.status == 200:
+                    if answer.status == 200 and enough(answer.read()):
                         return
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 pass

@@ -25,6 +25,7 @@ from engine.port import (
     StartFromKv,
     TokenSampled,
 )
+from engine.scheduler.prefill import even_shares
 from engine.scheduler.scheduler import Scheduler
 from engine.step import StepResult
 
@@ -71,6 +72,26 @@ def test_decodes_and_a_prompts_chunk_share_one_step_under_the_token_budget(overl
     mixed = runner.launched[-1]
     assert (mixed.rows, mixed.tokens) == (2, 8)
     assert mixed.query_start.tolist() == [0, 1, 8]
+
+
+@pytest.mark.parametrize(("shared_tokens", "first_steps"), [(60, [[3, 21], [1, 23]]), (0, [[24], [24]])])
+def test_prompts_that_are_short_enough_together_share_steps_and_others_take_turns(
+    shared_tokens: int, first_steps: list[list[int]]
+) -> None:
+    """A long prompt came first. Sharing, the short one ends with its first step; in turns it waits for all of the long one."""
+    engine, runner = engine_of(max_num_batched_tokens=24, shared_prompt_tokens=shared_tokens, num_blocks=64)
+    engine.take(submit_of("long", prompt(50), max_tokens=2))
+    engine.take(submit_of("short", prompt(3, 1), max_tokens=2))
+    drive(engine)
+    chunks = [sorted(np.diff(plan.query_start).tolist()) for plan in runner.launched[:2]]
+    assert chunks == first_steps
+
+
+def test_shares_are_even_use_up_the_budget_and_exceed_no_length() -> None:
+    assert even_shares(np.array([50, 3, 50]), 23).tolist() == [10, 3, 10]
+    assert even_shares(np.array([5, 5]), 100).tolist() == [5, 5]
+    assert even_shares(np.array([9, 9, 9]), 20).tolist() == [6, 7, 7]
+    assert even_shares(np.array([], np.int64), 20).tolist() == []
 
 
 def test_a_row_that_ends_by_length_is_not_scheduled_once_more_and_one_that_stops_costs_one_late_row() -> None:
