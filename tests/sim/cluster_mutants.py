@@ -19,12 +19,13 @@ from mutants import MUTANTS as MACHINE_MUTANTS
 from mutants import Mutant
 from transfer_world import Budget, Plan
 
+from decode_node import service as decode_service
+from decode_node import submission
 from engine.kv_cache.prefix_index import PrefixIndex
 from kv_transfer import data_sessions, staging
 from kv_transfer.protocol.decode_transfer import DecodeTransfer
 from kv_transfer.transport.base import mint_fence
 from kv_transfer.transport.memory import MemorySession
-from router.journey import Journey, Output
 
 SEEDS_AT_MOST = 150
 FROM_THE_SEARCH = (
@@ -40,7 +41,7 @@ FROM_THE_SEARCH = (
 NO_WORLD = (Plan(()), Budget())
 """These need no modelled world: the cluster is theirs."""
 
-_real_output = Journey._output
+_real_start = submission.start_engine_request
 _real_lookup = PrefixIndex.lookup
 _real_close = data_sessions.DataSessions.close
 _real_session_close = MemorySession.close
@@ -54,15 +55,9 @@ def _all_is_verified(self: Any) -> int:
     return int(self.end_position)
 
 
-def _whatever_position(self: Any, event: Output) -> Any:
-    """Takes every token as the next one."""
-    moved = [_Moved(token, self.next_position + index) for index, token in enumerate(event.tokens)]
-    return _real_output(self, replace(event, tokens=moved, attempt=self.attempt))
-
-
-class _Moved:
-    def __init__(self, token: Any, position: int) -> None:
-        self.token_id, self.position = token.token_id, position
+def _without_what_was_settled(key: Any, message: Any, await_kv: bool) -> Any:
+    """A stream that goes on here starts anew."""
+    return replace(_real_start(key, message, await_kv), settled=())
 
 
 def _one_block_too_many(self: Any, chain: Any) -> Any:
@@ -99,7 +94,9 @@ CLUSTER_MUTANTS = (
         ((DecodeTransfer, "verified_positions", property(_all_is_verified)),),
     ),
     Mutant(
-        "the router takes tokens of any attempt and position", NO_WORLD, ((Journey, "_output", _whatever_position),)
+        "a stream that goes on elsewhere starts anew",
+        NO_WORLD,
+        ((decode_service, "start_engine_request", _without_what_was_settled),),
     ),
     Mutant("a cached block of another history", NO_WORLD, ((PrefixIndex, "lookup", _one_block_too_many),)),
     Mutant(
