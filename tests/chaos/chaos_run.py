@@ -125,33 +125,6 @@ async def descriptors_left(cluster: Cluster, before: dict[str, Counter[str]]) ->
     ]
 
 
-def broken_by(report: Report) -> list[str]:
-    return [told for storm in report.storms for told in storm.broken]
-
-
-def row(number: int, fault: Injected, noticed: dict[tuple[str, str], float]) -> str:
-    subjects = {subject for _, subject in noticed}
-    seen = ", ".join(
-        f"{observer}{f' ({subject})' * (len(subjects) > 1)} {seconds:.2f}"
-        for (observer, subject), seconds in sorted(noticed.items())
-    )
-    return f"{number:>4}  {fault.kind:<15} {fault.detail:<44} {fault.proof:<22} noticed after s: {seen or '-'}"
-
-
-async def descriptors_left(cluster: Cluster, before: dict[str, Counter[str]]) -> list[str]:
-    """Descriptors beyond what the members of a role had when every pair had met; waits for connections that are closing."""
-    most = {name: max((before[one] for one in MEMBERS if one[:4] == name[:4]), key=Counter.total) for name in MEMBERS}
-    left: dict[str, Counter[str]] = {}
-    deadline = time.monotonic() + DESCRIPTORS_LIMIT_S
-    while time.monotonic() < deadline:
-        now = {name: cluster[name].descriptors() for name in MEMBERS}
-        left = {name: now[name] - most[name] for name in MEMBERS if now[name].total() > most[name].total()}
-        if not left:
-            return []
-        await asyncio.sleep(0.1)
-    return [f"{name}: descriptors beyond those at the start: {dict(more)}" for name, more in left.items()]
-
-
 def summary(report: Report, load: Load, what: str, seconds: float) -> list[str]:
     verdict = load.verdict
     harmed = [(fault.begun, fault.healed + 1.0) for fault in report.injected]
