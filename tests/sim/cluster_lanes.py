@@ -21,6 +21,7 @@ from cluster_wires import NOBODY, Link, Wires
 
 from kv_transfer.transport.base import (
     Bytes,
+    CloseOutcome,
     DataSession,
     Lane,
     LostCallback,
@@ -34,6 +35,7 @@ from kv_transfer.transport.base import (
 from kv_transfer.transport.memory import MemoryNetwork, MemorySession, MemoryTransport, _Message, _Receive
 
 TURN_S = 0.002
+LONGEST_CLOSING_S = 0.02
 OVERTAKEN = 0.25
 """How often a message that could move is left for the next turn."""
 
@@ -51,6 +53,10 @@ class SimulatedLanes(MemoryNetwork):
 
     def of_process(self, process: Process, effects: Effects) -> SimulatedTransport:
         return SimulatedTransport(self, process, effects)
+
+    def closing_s(self) -> float:
+        """Destroying an endpoint takes its time."""
+        return self._rng.uniform(0.0, LONGEST_CLOSING_S)
 
     def link(self, source: MemorySession, target: MemorySession) -> Link:
         return self.wires.link(_machine(source), _machine(target))
@@ -124,6 +130,11 @@ class SimulatedSession(MemorySession):
         """That the peer is gone travels as all else does."""
         if self.peer is not None:
             self.transport.network.link(self.peer, self).carry(lambda: MemorySession.lose(self, reason))
+
+    async def close(self) -> CloseOutcome:
+        outcome = await super().close()
+        await asyncio.sleep(self.transport.network.closing_s())
+        return outcome
 
     def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
         assert tag not in self.transport.network.posted, f"I4: tag {tag:#x} is posted for the second time"

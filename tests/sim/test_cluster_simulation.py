@@ -13,9 +13,9 @@ import pytest
 from cluster_mutants import MUTANTS, hunt
 
 SIMULATION = Path(__file__).with_name("cluster.py")
-FOUND_BY_SEED = (128, 241)
-"""Seeds that found bugs: a P that waited for ever for a fence; an operation that ended after its session's fence."""
-QUICKLY_CAUGHT = ("what was granted counts as verified",)
+FOUND_BY_SEED = (0, 25)
+"""Seeds that showed bugs: an operation that ended after its session's fence; a P that waited for a fence for ever."""
+QUICKLY_CAUGHT = ("what was granted counts as verified", "a fence before the operations have ended")
 
 
 def run(*arguments: str) -> list[str]:
