@@ -130,7 +130,8 @@ def decant(
         nodes = 1 if prefill_core is None else 2
 
         def all_usable(health: bytes) -> bool:
-            return sum(node["link"] == "ready" and not node["refusal"] for node in json.loads(health)["nodes"]) == nodes
+            usable = [node["link"] == "ready" and not node["refusal"] for node in json.loads(health)["nodes"]]
+            return usable.count(True) == nodes
 
         ours.await_answer(f"http://127.0.0.1:{http_port}/health", 120, all_usable)
         yield Running(f"http://127.0.0.1:{http_port}", decode_url, ours)
