@@ -37,7 +37,7 @@ _GOLDEN = tl.constexpr(GOLDEN)
 _FIRST_MULTIPLIER = tl.constexpr(FIRST_MULTIPLIER)
 _SECOND_MULTIPLIER = tl.constexpr(SECOND_MULTIPLIER)
 _POISON = tl.constexpr((1 << 64) - 1)
-_OWNERS_TILE = 256
+_OWNERS_TILE = tl.constexpr(256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,36 @@ def _digest_term(word, place, seed):
 
 
 @triton.jit
+def _digest(total, payload_bytes):
+    z = total.to(tl.uint64, bitcast=True) ^ (payload_bytes.to(tl.uint64) * _GOLDEN)
+    z = (z ^ (z >> 30)) * _FIRST_MULTIPLIER
+    z = (z ^ (z >> 27)) * _SECOND_MULTIPLIER
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _all_owned(blocks, expected, owner_words, count, TILE: tl.constexpr):
+    changed = tl.zeros((TILE,), tl.int32)
+    for first in range(0, count, TILE):
+        index = first + tl.arange(0, TILE)
+        block = tl.load(blocks + index, mask=index < count, other=0)
+        now = tl.load(owner_words + block, mask=index < count, other=0, volatile=True)
+        changed |= (now != tl.load(expected + index, mask=index < count, other=0)).to(tl.int32)
+    return tl.max(changed, axis=0) == 0
+
+
+@triton.jit
 def _copy(
     pool,
     wire,
     blocks,
-    total,
+    expected,
+    owner_words,
+    scratch,
+    digest,
     seed_pointer,
+    count,
+    payload_bytes,
     first_position,
     positions,
     first_head,
@@ -127,28 +151,15 @@ def _copy(
         if HASH:
             sums += tl.where(inside, _digest_term(word, wire_place, seed), 0)
     if HASH:
-        tl.atomic_add(total, tl.sum(tl.sum(tl.sum(sums, axis=2), axis=1), axis=0).to(tl.int64, bitcast=True))
-
-
-@triton.jit
-def _finish(
-    total, trailer, blocks, expected, owner_words, count, payload_bytes, TILE: tl.constexpr, OWNED: tl.constexpr
-):
-    """The digest behind the payload, or into `trailer` alone; poisoned unless every block still has its owner."""
-    z = tl.load(total).to(tl.uint64, bitcast=True) ^ (payload_bytes.to(tl.uint64) * _GOLDEN)
-    z = (z ^ (z >> 30)) * _FIRST_MULTIPLIER
-    z = (z ^ (z >> 27)) * _SECOND_MULTIPLIER
-    z = z ^ (z >> 31)
-    tl.store(total, tl.zeros((), tl.int64))
-    if OWNED:
-        changed = tl.zeros((TILE,), tl.int32)
-        for first in range(0, count, TILE):
-            index = first + tl.arange(0, TILE)
-            block = tl.load(blocks + index, mask=index < count, other=0)
-            now = tl.load(owner_words + block, mask=index < count, other=0, volatile=True)
-            changed |= (now != tl.load(expected + index, mask=index < count, other=0)).to(tl.int32)
-        z = tl.where(tl.max(changed, axis=0) > 0, z ^ _POISON, z)
-    tl.store(trailer, z.to(tl.int64, bitcast=True))
+        tl.atomic_add(scratch, tl.sum(tl.sum(tl.sum(sums, axis=2), axis=1), axis=0).to(tl.int64, bitcast=True))
+        # Whoever is last sees all sums, and all reads lie behind it.
+        if tl.atomic_add(scratch + 1, 1) == tl.num_programs(0) - 1:
+            value = _digest(tl.atomic_xchg(scratch, 0), payload_bytes)
+            tl.atomic_xchg(scratch + 1, 0)
+            if GATHER:
+                owned = _all_owned(blocks, expected, owner_words, count, _OWNERS_TILE)
+                value = tl.where(owned, value, value ^ _POISON)
+            tl.store(digest, value.to(tl.int64, bitcast=True))
 
 
 class DeviceCopier:
@@ -159,7 +170,7 @@ class DeviceCopier:
         self._pool = pool
         self._programs = programs
         self._digests = digests
-        self._total = torch.zeros(1, dtype=torch.int64, device=pool.memory.device)
+        self._scratch = torch.zeros(2, dtype=torch.int64, device=pool.memory.device)
 
     def gather(
         self,
@@ -171,20 +182,25 @@ class DeviceCopier:
     ) -> None:
         """Fill `message` (uint8, payload and digest) from `blocks` (int32, those that cover the parcel's positions), which
         should have the owner words `expected` (int64, as many). `seed`: int64 [1]. All on the device."""
-        self._run(parcel, blocks, seed, message, gather=True)
-        if self._digests:
-            self._end(parcel, message[parcel.wire_bytes(self._pool.layout) :].view(torch.int64), blocks, expected)
+        trailer = message[parcel.wire_bytes(self._pool.layout) :].view(torch.int64)
+        self._run(parcel, blocks, expected, seed, message, trailer, gather=True)
 
     def scatter(
         self, parcel: ParcelName, blocks: torch.Tensor, seed: torch.Tensor, message: torch.Tensor, digest: torch.Tensor
     ) -> None:
         """Store the payload into `blocks`, and the digest of what was stored into `digest` (int64 [1])."""
-        self._run(parcel, blocks, seed, message, gather=False)
-        if self._digests:
-            self._end(parcel, digest, blocks, None)
+        self._run(parcel, blocks, blocks, seed, message, digest, gather=False)
 
     def _run(
-        self, parcel: ParcelName, blocks: torch.Tensor, seed: torch.Tensor, message: torch.Tensor, *, gather: bool
+        self,
+        parcel: ParcelName,
+        blocks: torch.Tensor,
+        expected: torch.Tensor,
+        seed: torch.Tensor,
+        message: torch.Tensor,
+        digest: torch.Tensor,
+        *,
+        gather: bool,
     ) -> None:
         layout, memory = self._pool.layout, self._pool.words()
         region = source_region(parcel, layout)
@@ -203,8 +219,13 @@ class DeviceCopier:
             memory,
             payload,
             blocks,
-            self._total,
+            expected,
+            self._pool.owner_words,
+            self._scratch,
+            digest,
             seed,
+            len(blocks),
+            parcel.wire_bytes(layout),
             parcel.first_position,
             parcel.positions,
             region.first_head,
@@ -223,20 +244,4 @@ class DeviceCopier:
             GATHER=gather,
             HASH=self._digests,
             num_warps=8,
-        )
-
-    def _end(
-        self, parcel: ParcelName, trailer: torch.Tensor, blocks: torch.Tensor, expected: torch.Tensor | None
-    ) -> None:
-        _finish[(1,)](
-            self._total,
-            trailer,
-            blocks,
-            expected,
-            self._pool.owner_words,
-            len(blocks),
-            parcel.wire_bytes(self._pool.layout),
-            TILE=_OWNERS_TILE,
-            OWNED=expected is not None,
-            num_warps=4,
         )

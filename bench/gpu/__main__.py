@@ -44,6 +44,12 @@ class Run:
             folder = Path(tempfile.mkdtemp())
             self._parts, seconds = steps.build(folder, HEAD_ORDER, LAYER_GROUP)
             self.figures["start_s"] = seconds
+            warm = self._parts.runner.warm
+            self.figures["graphs"] = {
+                "captured": warm.graphs,
+                "capture_gib": warm.capture_bytes / 2**30,
+                "warm_up_s": warm.seconds,
+            }
             for line in self._parts.report:
                 self.report(line)
         return self._parts
@@ -141,6 +147,18 @@ FIGURES: tuple[Callable[[Run], Any], ...] = (
 )
 
 
+def summary(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures that are compared from run to run, under the names they keep."""
+    decode, prefill = figures.get("decode"), figures.get("prefill")
+    short: dict[str, Any] = {}
+    if isinstance(decode, dict):
+        short["decode_step_ms"] = {name: case["ms"] for name, case in decode.items()}
+        short["gpu_idle_share"] = {name: case["gpu_idle_share"] for name, case in decode.items()}
+    if isinstance(prefill, dict):
+        short["prefill_ms"] = {name: case["ms"] for name, case in prefill.items()}
+    return short
+
+
 def main() -> int:
     by_name = {figure.__name__: figure for figure in FIGURES}
     parser = argparse.ArgumentParser(prog="python -m bench.gpu")
@@ -159,7 +177,7 @@ def main() -> int:
             run.figures[name] = "failed"
             traceback.print_exc(file=sys.stdout)
         run.report(f"({time.perf_counter() - begun:.1f} s)")
-        arguments.out.write_text(json.dumps(run.figures, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(summary(run.figures) | run.figures, indent=1) + "\n")
     return 1 if failed else 0
 
 

@@ -76,6 +76,14 @@ def prefill_layer_s(rows: PagedRows, queries_a_row: int) -> float:
     return median_s(attend) / ATTENDED_LAYERS
 
 
+def prompt_layer_s(rows: PagedRows, tokens: int) -> float:
+    """A prompt without a past, straight from its own keys and values."""
+    heads = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.empty(tokens, HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    plan = rows.attention.plan_prompts(rows.pinned, np.array([0, tokens], np.int32))
+    return median_s(lambda: rows.attention.prompts(plan, heads, out))
+
+
 def attention_by_layout(report: Callable[[str], None]) -> Figures:
     """Microseconds of one layer, by head order and layer group: decode 64 x 2,048, decode 1 x 16,384, prefill of 2,048."""
     figures: Figures = {}
@@ -101,7 +109,10 @@ def attention_of_steps(report: Callable[[str], None], order: HeadOrder, group: i
         )
     for tokens in (512, 2048, 8192):
         rows_ = PagedRows(order, group, unequal(1, tokens))
-        figures[f"prefill_{tokens}_ms"] = prefill_layer_s(rows_, tokens) * LAYERS * 1e3
+        figures[f"prefill_{tokens}_paged_ms"] = prefill_layer_s(rows_, tokens) * LAYERS * 1e3
+        figures[f"prefill_{tokens}_ms"] = prompt_layer_s(rows_, tokens) * LAYERS * 1e3
+    chunk = PagedRows(order, group, unequal(1, 1536))
+    figures["chunk_512_of_1536_ms"] = prefill_layer_s(chunk, 512) * LAYERS * 1e3
     report(", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
     return figures
 
@@ -118,18 +129,19 @@ def _weights(layers: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 
 def linears(report: Callable[[str], None]) -> Figures:
-    """Milliseconds of all linears in one graph: the library's products, and ours for a few rows; microseconds by shape."""
+    """Milliseconds of all linears in one graph (from 576 rows on, of the head one row, as a prompt wants it): the library's
+    products; and microseconds by shape, the library's and ours, for one row."""
     figures: Figures = {}
     weights = dict(_weights(LAYERS))
     head = torch.randn(VOCABULARY, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
-    for rows in (1, 64, 256):
+    for rows in (1, 64, 256, 576, 2048, 8192):
         inputs = {size: torch.randn(rows, size, device=DEVICE, dtype=torch.bfloat16) for size in (HIDDEN, FFN)}
 
         def all_linears(inputs: dict[int, torch.Tensor] = inputs) -> None:
             for layer in range(LAYERS):
                 for stack in weights.values():
                     F.linear(inputs[stack[layer].shape[1]], stack[layer])
-            F.linear(inputs[HIDDEN], head)
+            F.linear(inputs[HIDDEN][: 1 if len(inputs[HIDDEN]) > 256 else None], head)
 
         figures[f"linears_{rows}_ms"] = median_s(captured(all_linears), 10) * 1e3
     report(", ".join(f"{key} {value:.3f}" for key, value in figures.items()))

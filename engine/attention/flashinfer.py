@@ -36,6 +36,7 @@ ROWS_AT_MOST = 4096
 
 _BLOCKS_A_MULTIPROCESSOR = 2
 _SUMS_OFFSET = 11
+_POSITIONS_FIRST = 0
 _NOT_CAUSAL, _CAUSAL = 0, 1
 _NO_WINDOW = -1
 
@@ -128,6 +129,54 @@ class FlashInferAttention:
         """`queries`, `out` [T, heads, head_dim] of chunks, each the end of its row's context."""
         self._run(
             self._prefill_kernels, self._prefill_plan, plan, layer, queries, pages.page_start, pages, out, _CAUSAL
+        )
+
+    def plan_prompts(self, pinned: torch.Tensor, query_start: Int32) -> Any:
+        """Plan for chunks that are the whole of their contexts, which `prompts` attends to."""
+        return self._prefill_kernels.plan(
+            self._partial,
+            self._prefill_plan,
+            pinned,
+            torch.from_numpy(query_start),
+            torch.from_numpy(query_start),
+            torch.from_numpy(np.diff(query_start)),
+            int(query_start[-1]),
+            len(query_start) - 1,
+            self.heads,
+            self.kv_heads,
+            1,
+            False,
+            self.head_dim,
+            self.head_dim,
+            True,
+            _NO_WINDOW,
+        )
+
+    def prompts(self, plan: Any, heads: torch.Tensor, out: torch.Tensor) -> None:
+        """Attention among the step's own tokens, straight from `heads` [T, heads + 2 kv_heads, head_dim], and so through the bulk
+        copy engine, for which pages of 16 positions are too small. `out` [T, heads, head_dim]."""
+        queries, keys, values = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        self._prefill_kernels.ragged_run(
+            self._partial,
+            self._prefill_plan,
+            plan,
+            queries,
+            keys,
+            values,
+            self._row_numbers[:2],
+            self._row_numbers[:2],
+            out,
+            None,  # log of the sums
+            _CAUSAL,
+            _POSITIONS_FIRST,
+            _NO_WINDOW,
+            True,  # programmatic dependent launch
+            *(None,) * 6,  # custom masks, ALiBi, multi-item scoring
+            0.0,  # soft cap of logits
+            self._scale,
+            1.0,
+            1e4,  # rotary embedding, which is not applied here
+            0,
         )
 
     def _run(

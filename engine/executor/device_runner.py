@@ -34,12 +34,22 @@ MEASURED_REPLAYS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What warm-up left and took. A set of piecewise graphs of one size counts once."""
+
+    graphs: int
+    capture_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
-    """A step's attention plans: its first `decodes` rows, then chunks."""
+    """A step's attention plans: its first `decodes` rows, then chunks, of which some have a past, or none has."""
 
     decodes: int
     decode_plan: DecodePlan | None
     prefill_plan: Any
+    prompt_plan: Any
 
 
 class DeviceRunner:
@@ -62,6 +72,7 @@ class DeviceRunner:
         self._piecewise: dict[int, PiecewiseGraphs] = {}
         self._failure: BaseException | None = None
         self.selector = GraphSelector(Costs())
+        self.warm = WarmUp(0, 0, 0.0)
 
     def launch(self, plan: StepPlan) -> LaunchedOnDevice:
         decodes = leading_decodes(plan)
@@ -101,49 +112,58 @@ class DeviceRunner:
             for layer, graph in enumerate(graphs.graphs):
                 graph.replay()
                 self._attend(layer, attention, plan.tokens, staged, graphs.state)
-            return self._decoder.close(graphs.state, staged.sampling.sample_tokens)
+            return self._logits(graphs.state, staged.sampling.sample_tokens)
         state = self._decoder.activations(plan.tokens)
         self._decoder.open(staged.tokens, state)
         for layer in range(self._decoder.layers):
             self._attend(layer, attention, plan.tokens, staged, state)
             if layer + 1 < self._decoder.layers:
                 self._decoder.between(layer, staged.tokens, state)
-        return self._decoder.close(state, staged.sampling.sample_tokens)
+        return self._logits(state, staged.sampling.sample_tokens)
+
+    def _logits(self, state: Activations, sample_tokens: torch.Tensor) -> torch.Tensor:
+        """Nothing behind the last attention is computed for a step that draws nothing."""
+        return self._decoder.close(state, sample_tokens) if len(sample_tokens) else state.hidden[:0]
 
     def _plan_attention(self, plan: StepPlan, slot: StepSlot, staged: StagedStep) -> Attention:
         decodes = leading_decodes(plan)
         decode_plan: DecodePlan | None = None
-        prefill_plan = None
+        prefill_plan = prompt_plan = None
         if decodes:
             page_start = staged.page_start[: decodes + 1]
             decode_plan = self._attention.plan_decode(slot.decode_plan, page_start)
         if decodes < plan.rows:
-            prefill_plan = self._attention.plan_prefill(
-                slot.prefill_plan,
-                plan.query_start[decodes:] - plan.query_start[decodes],
-                staged.page_start[decodes : plan.rows + 1],
-                plan.context_lengths[decodes:],
-            )
-        return Attention(decodes, decode_plan, prefill_plan)
+            query_start = plan.query_start[decodes:] - plan.query_start[decodes]
+            contexts = plan.context_lengths[decodes:]
+            if (np.diff(query_start) == contexts).all():
+                prompt_plan = self._attention.plan_prompts(slot.prefill_plan, query_start)
+            else:
+                page_start = staged.page_start[decodes : plan.rows + 1]
+                prefill_plan = self._attention.plan_prefill(slot.prefill_plan, query_start, page_start, contexts)
+        return Attention(decodes, decode_plan, prefill_plan, prompt_plan)
 
     def _attend(self, layer: int, attention: Attention, tokens: int, staged: StagedStep, state: Activations) -> None:
         kernels, decodes = self._attention, attention.decodes
-        queries = state.projected.view(len(state.projected), -1, kernels.head_dim)[:, : kernels.heads]
+        heads = state.projected.view(len(state.projected), -1, kernels.head_dim)
+        queries = heads[:, : kernels.heads]
         attended = state.attended.view(len(state.attended), kernels.heads, kernels.head_dim)
         if attention.decode_plan is not None:
             kernels.decode(layer, attention.decode_plan, queries[:decodes], staged.pages, attended[:decodes])
+        chunks = slice(decodes, tokens)
         if attention.prefill_plan is not None:
-            chunks = slice(decodes, tokens)
             kernels.prefill(layer, attention.prefill_plan, queries[chunks], staged.pages, attended[chunks])
+        if attention.prompt_plan is not None:
+            kernels.prompts(attention.prompt_plan, heads[chunks], attended[chunks])
 
     def warm_up(self, full: Sequence[int], piecewise: Sequence[int], eager: Sequence[int]) -> list[str]:
         """Compile every kernel, capture the given sizes, and measure each mode at them. Returns a report, one line each."""
         begun = time.perf_counter()
-        free_bytes = torch.cuda.mem_get_info()[0]
         slot = self._slots[0]
         capture = GraphCapture(self._decoder, self._attention, self._buffers, self._stream)
         for tokens in sorted(eager):
             self.launch_as(self._prompt(tokens), Choice(Mode.EAGER, tokens, Reason.NONE)).result()
+        torch.cuda.empty_cache()
+        free_bytes = torch.cuda.mem_get_info()[0]
         for rows in sorted(full, reverse=True):
             for longest in (1, self._limits.row_blocks * self._block_size):
                 with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -155,6 +175,8 @@ class DeviceRunner:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._buffers.stage(self._prompt(tokens), slot, tokens, 1)
                 self._piecewise[tokens] = capture.piecewise(tokens)
+        torch.cuda.empty_cache()
+        capture_bytes = free_bytes - torch.cuda.mem_get_info()[0]
         costs = Costs(
             full={rows: self._measure(self._decodes(rows), Choice(Mode.FULL, rows, Reason.NONE)) for rows in full},
             piecewise={
@@ -170,10 +192,10 @@ class DeviceRunner:
             },
         )
         self.selector = GraphSelector(costs)
-        taken_mib = (free_bytes - torch.cuda.mem_get_info()[0]) >> 20
+        self.warm = WarmUp(len(self._full) + len(self._piecewise), capture_bytes, time.perf_counter() - begun)
         return [
-            f"graphs: {len(self._full)} full and {len(piecewise)} piecewise graphs, {taken_mib} MiB, "
-            f"{time.perf_counter() - begun:.1f} s",
+            f"graphs: {len(self._full)} full and {len(self._piecewise)} piecewise, {capture_bytes >> 20} MiB, "
+            f"{self.warm.seconds:.1f} s",
             *(f"{name} {size}: {seconds * 1e3:.2f} ms" for name, sizes in costs.by_mode() for size, seconds in sizes),
         ]
 

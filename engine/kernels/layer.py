@@ -151,8 +151,8 @@ def _rotate_append(
     s = tl.load(sin + position * HALF + lane, mask=inside, other=0.0)[None, :]
     out = tl.where(turns, turned * c - turned_second * s, first).to(projected.dtype.element_ty)
     out_second = tl.where(turns, turned_second * c + turned * s, second).to(projected.dtype.element_ty)
-    tl.store(source, out, mask=live & is_query)
-    tl.store(source + HALF, out_second, mask=live & is_query)
+    tl.store(source, out, mask=live & turns)
+    tl.store(source + HALF, out_second, mask=live & turns)
     slot = tl.load(slots + token).to(tl.int64)
     stored_head = tl.maximum(head - HEADS, 0)
     inner = (stored_head // KV_HEADS) * side_stride + (stored_head % KV_HEADS) * head_stride
@@ -174,7 +174,7 @@ def rotate_append(
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     epsilon: float,
 ) -> None:
-    """Rotate queries in place and store rotated keys, and values, in the pool.
+    """Rotate queries and keys in place, and store keys and values in the pool.
 
     `projected` [T, (heads + 2 kv_heads) * head_dim] contiguous; `positions`, `slots` int32 [T] (slot = block * block_size +
     offset); `cos`, `sin` float32 [positions, head_dim / 2]; `layer_kv` [blocks, 2, *inner, head_dim], any block stride, `hnd`

@@ -74,7 +74,7 @@ def product(
 ) -> torch.Tensor:
     """x [1, in] times weight [out, in] transposed: [1, out]; `gated`: silu of the first half times the second."""
     rows, in_features = x.shape
-    assert rows <= ROWS_AT_MOST, f"{rows} rows"
+    assert rows == ROWS_AT_MOST, f"{rows} rows"
     out_features = weight.shape[0] // 2 if gated else weight.shape[0]
     if outputs is None:
         outputs = 1 if out_features <= FEW_OUTPUTS else 2

@@ -54,7 +54,7 @@ class DeviceDecoder:
         self._decoder = decoder
         self._hnd = storage.layout.head_order == "HND"
         self._kv = [storage.layer(layer) for layer in range(self.layers)]
-        self._own_rows = ROWS_AT_MOST if own_products else 0
+        self._own_rows = ROWS_AT_MOST if own_products else -1
         angles = torch.outer(
             torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config.rope, config.head_dim)
         )
@@ -95,7 +95,7 @@ class DeviceDecoder:
     def _project(self, index: int, normed: torch.Tensor, tokens: Tokens, state: Activations) -> None:
         """q, k, v of layer `index`: queries rotated in place, keys and values into the pool."""
         layer = self._decoder.layers[index]
-        if len(normed) <= self._own_rows and layer.qkv.bias is None:
+        if len(normed) == self._own_rows and layer.qkv.bias is None:
             product(normed, _weight(layer.qkv), state.projected)
         elif layer.qkv.bias is None:
             torch.mm(normed, _weight(layer.qkv).t(), out=state.projected)
@@ -120,14 +120,14 @@ class DeviceDecoder:
     def _mlp(self, layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection into the residual stream, then the gated MLP, whose output the next norm adds."""
         normed = add_norm(hidden, self._times(layer.output, attended), layer.mlp_norm, self.config.norm_epsilon)
-        if len(normed) <= self._own_rows and layer.gate_up.bias is None:
+        if len(normed) == self._own_rows and layer.gate_up.bias is None:
             gated = product(normed, _weight(layer.gate_up), gated=True)
         else:
             gated = gate(self._times(layer.gate_up, normed))
         return self._times(layer.down, gated)
 
     def _times(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        if 0 < len(x) <= self._own_rows and linear.bias is None:
+        if len(x) == self._own_rows and linear.bias is None:
             return product(x, _weight(linear))
         return F.linear(x, _weight(linear), linear.bias)
 

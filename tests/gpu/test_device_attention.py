@@ -89,3 +89,19 @@ def test_prefill_equals_its_definition_for_chunks_with_and_without_a_past(
     for row in range(len(counts)):
         part = slice(query_start[row], query_start[row + 1])
         near(out[part], world.expected(row, queries[part]))
+
+
+def test_prompts_without_a_past_attend_straight_to_their_own_keys() -> None:
+    counts = [5, 300, 1, 129]
+    world = World("HND", 4, counts)
+    query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    heads = torch.randn(int(query_start[-1]), HEADS + 2 * KV_HEADS, HEAD_DIM, device=DEVICE).bfloat16()
+    for row in range(len(counts)):
+        part = slice(query_start[row], query_start[row + 1])
+        heads[part, HEADS:] = world.cells[row].flatten(1, 2)
+    out = torch.full((len(heads), HEADS, HEAD_DIM), float("nan"), device=DEVICE).bfloat16()
+    plan = world.attention.plan_prompts(pinned_plan(), query_start)
+    world.attention.prompts(plan, heads, out)
+    for row in range(len(counts)):
+        part = slice(query_start[row], query_start[row + 1])
+        near(out[part], world.expected(row, heads[part, :HEADS]))

@@ -129,6 +129,22 @@ def test_full_piecewise_and_eager_steps_agree_within_rounding(made: Made) -> Non
             np.testing.assert_allclose(got.top_logprobs, eager.top_logprobs, atol=0.1, err_msg=str(choice))
 
 
+def test_a_chunk_that_draws_nothing_stores_its_kv(made: Made) -> None:
+    runner, ids = made.parts.runner, list(range(40, 140))
+    chunks = [(ids[:70], 0), (ids[70:71], 70), (ids[71:], 71)]
+    for number, (chunk, first) in enumerate(chunks):
+        last = first + len(chunk) == len(ids)
+        sampling = greedy_rows(int(last), [100] * last, logprobs=5)
+        plan = batch_plan(number, [(chunk, first, range(30, 40))], BLOCK_SIZE, sample=[last], sampling=sampling)
+        in_chunks = runner.launch(plan).result()
+        assert len(in_chunks.token_ids) == int(last)
+    sampling = greedy_rows(1, [100], logprobs=5)
+    whole = runner.launch(batch_plan(9, [(ids, 0, range(50, 60))], BLOCK_SIZE, sampling=sampling)).result()
+    assert whole.top_logprobs is not None
+    assert in_chunks.top_logprobs is not None
+    np.testing.assert_allclose(in_chunks.top_logprobs, whole.top_logprobs, atol=0.1)
+
+
 def decodes(number: int, first: int, rows: int, fed: bool) -> StepPlan:
     made = [([7 * row], first, list(range(row * 8, row * 8 + 8))) for row in range(rows)]
     sampling = replace(

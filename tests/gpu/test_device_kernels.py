@@ -57,7 +57,7 @@ def test_few_rows_times_a_weight(outputs: int, inputs: int, rows: int, gated: bo
 @pytest.mark.parametrize("hnd", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (5, 1, 96)])
-def test_queries_turn_in_place_and_keys_and_values_reach_their_cells(
+def test_queries_and_keys_turn_in_place_and_keys_and_values_reach_their_cells(
     hnd: bool, normed: bool, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     tokens, blocks, block_size, layers = 70, 9, 16, 3
@@ -78,7 +78,7 @@ def test_queries_turn_in_place_and_keys_and_values_reach_their_cells(
     cos, sin = angles[positions].cos().double()[:, None], angles[positions].sin().double()[:, None]
     first, second = turning.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    near(projected.view(tokens, -1, head_dim)[:, :heads], turned[:, :heads])
+    near(projected.view(tokens, -1, head_dim)[:, : heads + kv_heads], turned)
     block, offset = slots.long() // block_size, slots.long() % block_size
     cells = pool[block, 1, :, :, offset] if hnd else pool[block, 1, :, offset]
     near(cells[:, 0], turned[:, heads:])
