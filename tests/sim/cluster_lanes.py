@@ -55,8 +55,8 @@ class SimulatedLanes(MemoryNetwork):
         return SimulatedTransport(self, process, effects)
 
     def closing_s(self) -> float:
-        """Destroying an endpoint takes its time."""
-        return self._rng.uniform(0.0, LONGEST_CLOSING_S)
+        """Destroying an endpoint takes its time, or none at all."""
+        return max(0.0, self._rng.uniform(-LONGEST_CLOSING_S, LONGEST_CLOSING_S))
 
     def link(self, source: MemorySession, target: MemorySession) -> Link:
         return self.wires.link(_machine(source), _machine(target))
@@ -133,7 +133,8 @@ class SimulatedSession(MemorySession):
 
     async def close(self) -> CloseOutcome:
         outcome = await super().close()
-        await asyncio.sleep(self.transport.network.closing_s())
+        if (closing_s := self.transport.network.closing_s()) > 0:
+            await asyncio.sleep(closing_s)
         return outcome
 
     def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
