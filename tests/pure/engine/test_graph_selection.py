@@ -69,4 +69,4 @@ def test_decode_buckets_are_few_and_hold_every_batch() -> None:
         buckets = decode_buckets(most)
         assert buckets[-1] == most
         assert list(buckets) == sorted(set(buckets))
-    assert len(decode_buckets(256)) <= 24
+    assert len(decode_buckets(256)) <= 20
