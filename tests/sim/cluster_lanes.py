@@ -56,7 +56,7 @@ class SimulatedLanes(MemoryNetwork):
 
     def closing_s(self) -> float:
         """Destroying an endpoint takes its time, or none at all."""
-        return max(0.0, self._rng.uniform(-LONGEST_CLOSING_S, LONGEST_CLOSING_S))
+        return max(0.0, self._rng.uniform(-LONGEST_CLOSING_S / 4, LONGEST_CLOSING_S))
 
     def link(self, source: MemorySession, target: MemorySession) -> Link:
         return self.wires.link(_machine(source), _machine(target))

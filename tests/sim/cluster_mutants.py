@@ -27,7 +27,7 @@ from kv_transfer.protocol.decode_transfer import DecodeTransfer
 from kv_transfer.transport.base import mint_fence
 from kv_transfer.transport.memory import MemorySession
 
-SEEDS_AT_MOST = 150
+SEEDS_AT_MOST = 400
 FROM_THE_SEARCH = (
     "a slot is free without proof once its session is lost",
     "commit by count",

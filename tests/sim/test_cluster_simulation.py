@@ -13,7 +13,7 @@ import pytest
 from cluster_mutants import MUTANTS, hunt
 
 SIMULATION = Path(__file__).with_name("cluster.py")
-FOUND_BY_SEED = (0, 25)
+FOUND_BY_SEED = (22, 25)
 """Seeds that showed bugs: an operation that ended after its session's fence; a P that waited for a fence for ever."""
 QUICKLY_CAUGHT = ("what was granted counts as verified", "a fence before the operations have ended")
 
