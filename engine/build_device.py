@@ -23,7 +23,7 @@ from foundation.errors import ConfigurationError
 from foundation.fingerprint import Fingerprint
 from foundation.kv_layout import KvLayout
 
-PIECEWISE_SIZES = (64, 128, 256, 512)
+PIECEWISE_SIZES = (64, 128, 256, 384, 512, 640)
 EAGER_SIZES = (1, 16, 64, 128, 256, 512, 1024)
 """Token counts at which prompts are measured eagerly; costs of others are interpolated."""
 

@@ -242,7 +242,7 @@ def mixed(parts: DeviceEngineParts, rows: int, mean: int, chunk: int, steps: int
     loop.engine.scheduler.config = replace(loop.engine.scheduler.config, max_num_batched_tokens=rows + chunk)
     start_decodes(loop, unequal(rows, mean) - 20, 0.0)
     sampling = SamplingParameters(seed=1, max_tokens=1, temperature=0.0)
-    for index in range(-(-(steps + 10) * chunk // 2048)):
+    for index in range(-(-(steps + 10 + 2 * PROFILED_STEPS) * chunk // 2048)):
         loop.engine.take(Submit(RequestKey(f"x{index}"), prompt_of(2048, 5_000 + index), sampling))
     for _ in range(6):
         loop.engine.step()
@@ -252,9 +252,10 @@ def mixed(parts: DeviceEngineParts, rows: int, mean: int, chunk: int, steps: int
         begun = time.perf_counter()
         loop.engine.step()
         seconds.append(time.perf_counter() - begun)
+    figures = {"ms": statistics.median(seconds) * 1e3} | _host_times(loop) | _profiled(loop)
     loop.engine.fail_all("done")
     torch.cuda.synchronize()
-    return {"ms": statistics.median(seconds) * 1e3}
+    return figures
 
 
 def host_profile(parts: DeviceEngineParts, tokens: int, lines: int = 22) -> str:
