@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 START_LIMIT_S = 90.0
-LIMIT_S = 20.0
+LIMIT_S = 45.0
 
 
 class Up:
