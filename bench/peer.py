@@ -111,8 +111,9 @@ def decant(
         key.unlink(missing_ok=True)
         write_key_file(key, draw_master_keys())
         base = [sys.executable, "-m", "decant"]
-        shared = ["--model", str(model), "--served-model-name", "m", "--key-file", str(key)]
-        router = [*base, "router", *shared, "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+        shared = ["--model", str(model), "--served-model-name", "m"]
+        keys = ["--key-file", str(key)]
+        router = [*base, "router", *shared, *keys, "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         ours.start("router", router, "0,1", DECANT_ENVIRONMENT)
 
         def start_node(role: str, core: str, cache: str) -> str:
@@ -120,7 +121,7 @@ def decant(
             ports = ["--control-port", str(free_port()), "--data-port", str(free_port())]
             ports += ["--http-port", str(node_port), "--registry", f"127.0.0.1:{grpc_port}"]
             limits = ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16"]
-            command = [*base, role, *shared, *ports, *limits, cache]
+            command = [*base, role, *shared, *(keys if role == "prefill" else ()), *ports, *limits, cache]
             ours.start(role, command, core, DECANT_ENVIRONMENT)
             return f"http://127.0.0.1:{node_port}"
 

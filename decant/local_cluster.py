@@ -88,15 +88,14 @@ class Request:
         served_as = self.settings.get("served_model_name")
         shared: dict[str, Any] = {
             "model": str(found or asked),
-            "key_file": str(key_file),
             "served_model_name": served_model_name(asked, None if served_as is None else str(served_as.value)),
         }
         if found is not None:
             shared["revision"] = None
-        router = build(RouterOptions, self.settings, registry=EMBEDDED, **shared)
+        router = build(RouterOptions, self.settings, registry=EMBEDDED, key_file=str(key_file), **shared)
         of_nodes = {name: setting for name, setting in self.settings.items() if name not in NOT_FOR_NODES}
         shared |= {"host": LOOPBACK, "registry": f"{LOOPBACK}:{router.grpc_port}"}
-        prefill = build(PrefillOptions, of_nodes, node_index=first, **shared)
+        prefill = build(PrefillOptions, of_nodes, node_index=first, key_file=str(key_file), **shared)
         decode = build(DecodeOptions, of_nodes, node_index=first + 1, **shared)
         return LocalCluster(router, prefill, decode)
 

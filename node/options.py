@@ -112,7 +112,6 @@ class NodeOptions(Options):
         "address under which other machines reach this node",
     )
     registry: str = option("127.0.0.1:9000", "redis://... or host:port of a router's gRPC server, which embeds one")
-    key_file: str = option(help="file with this node's key, or with the master keys")
     enable_test_faults: bool = option(
         False, "obey DECANT_TEST_FAULTS, which harms transfers on purpose: for tests only"
     )
@@ -160,6 +159,7 @@ def _advertised(host: str) -> str:
 @dataclass(frozen=True)
 class PrefillOptions(NodeOptions):
     role = Role.PREFILL
+    key_file: str = option(help="file with this node's key, or with the master keys: what tickets are checked with")
     prompts_share_steps = False  # each first token is awaited by a decode node, which no other prompt here slows down
 
 

@@ -184,8 +184,11 @@ class Cluster:
             address, before = self.network.address(name), self.network.command(name)
             ports = [7100 + index for index in range(len(port_names))]
         by_name = dict(zip(port_names, ports, strict=True))
-        command = [*before, sys.executable, "-m", "decant", name.partition("-")[0], f"--model={self._model}"]
-        command += [f"--key-file={self._key_file}", f"--host={address}", "--log-format=json"]
+        role = name.partition("-")[0]
+        command = [*before, sys.executable, "-m", "decant", role, f"--model={self._model}"]
+        command += [f"--host={address}", "--log-format=json"]
+        if role != "decode":  # which signs and checks no ticket
+            command.append(f"--key-file={self._key_file}")
         command += [f"--silence-limit-s={SILENCE_LIMIT_S}"]
         command += [f"--{port}-port={number}" for port, number in by_name.items()]
         member = Member(name, address, by_name, [*command, *options], self._folder / f"{name}.log")

@@ -131,9 +131,10 @@ def start_node(
         "data-port": ports.data,
         "http-port": ports.http,
         "registry": f"127.0.0.1:{registry_port}",
-        "key-file": key_file,
         "log-format": "json",
     }
+    if role == "prefill":
+        arguments["key-file"] = key_file
     command = [
         sys.executable,
         "-m",

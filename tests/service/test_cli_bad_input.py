@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from decant.command_line import run
-from foundation.keys import draw_master_keys, write_key_file
 
 pytestmark = pytest.mark.sockets
 
@@ -77,7 +76,7 @@ def test_a_port_in_use_is_named_by_its_option(taken_port: int, message: Message)
 def test_a_port_that_another_grpc_server_would_share_counts_as_in_use(
     port_shared_as_grpc_does: int, message: Message
 ) -> None:
-    found = message("decode", "--model=x", "--key-file=k", f"--control-port={port_shared_as_grpc_does}")
+    found = message("decode", "--model=x", f"--control-port={port_shared_as_grpc_does}")
     assert found.startswith("decant decode: --control-port: ")
 
 
@@ -93,7 +92,7 @@ def test_an_address_that_is_not_ours_is_named(message: Message) -> None:
 
 
 def test_a_wildcard_host_needs_an_address_that_others_can_dial(message: Message) -> None:
-    found = message("decode", "--model=x", "--key-file=k", "--host=0.0.0.0")
+    found = message("decode", "--model=x", "--host=0.0.0.0")
     assert found.startswith("decant decode: --advertise-address: is required when --host is 0.0.0.0")
 
 
@@ -119,9 +118,7 @@ def test_weights_that_are_no_weights_are_one_message_and_exit_code_2(tmp_path: P
     config |= {"vocab_size": 8, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors at all")
-    write_key_file(tmp_path / "key", draw_master_keys())
-    options = (f"--model={tmp_path}", f"--key-file={tmp_path / 'key'}", "--node-index=2103")
-    started = [sys.executable, "-m", "decant", "decode", *options]
+    started = [sys.executable, "-m", "decant", "decode", f"--model={tmp_path}", "--node-index=2103"]
     result = subprocess.run(started, capture_output=True, text=True, timeout=100)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
@@ -140,7 +137,7 @@ def test_weights_that_are_no_weights_are_one_message_and_exit_code_2(tmp_path: P
     ],
 )
 def test_a_value_that_is_wrong_is_named_with_what_would_be_right(setting: str, problem: str, message: Message) -> None:
-    found = message("decode", "--model=x", "--key-file=k", setting)
+    found = message("decode", "--model=x", setting)
     assert found.startswith(f"decant decode: {setting.partition('=')[0]}: ")
     assert problem in found
 
@@ -162,7 +159,7 @@ def test_a_step_that_cannot_hold_the_batch_is_refused(message: Message) -> None:
 
 def test_print_config_shows_values_with_their_origins(capsys: pytest.CaptureFixture[str]) -> None:
     environment = {"DECANT_SLOT_BYTES": "2MiB"}
-    assert run(["decode", "--model=m", "--key-file=k", "--block-size=32", "--print-config"], environment) == 0
+    assert run(["decode", "--model=m", "--block-size=32", "--print-config"], environment) == 0
     lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()}
     assert lines["--block-size"] == ["32", "command line"]
     assert lines["--slot-bytes"] == ["2097152", "environment DECANT_SLOT_BYTES"]

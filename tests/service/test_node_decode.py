@@ -229,7 +229,7 @@ async def test_f23_work_that_outlasts_the_grace_period_is_given_up(folder: Path)
 def test_f32_a_port_in_use_ends_the_start_and_names_the_setting(node: NodeProcess, folder: Path, setting: str) -> None:
     ports = dict(zip(("control-port", "data-port", "http-port"), free_ports(3), strict=True))
     ports[setting] = node.ports.http
-    command = [sys.executable, "-m", "decant", "decode", f"--model={folder / 'toy'}", f"--key-file={folder / 'key'}"]
+    command = [sys.executable, "-m", "decant", "decode", f"--model={folder / 'toy'}"]
     command += [f"--{name}={port}" for name, port in ports.items()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2, ended.stderr

@@ -95,10 +95,12 @@ def _usable(router: RouterUnderTest) -> int:
 
 def _command(name: str, folder: Path, key_file: Path, registry: str) -> list[str]:
     settings: dict[str, object] = {f"--{kind}-port": free_port() for kind in ("control", "data", "http")}
-    settings |= {"--model": folder, "--node-id": name, "--key-file": key_file, "--registry": registry}
+    settings |= {"--model": folder, "--node-id": name, "--registry": registry}
     settings |= {"--kv-cache-memory-bytes": "64MiB", "--staging-bytes": "8MiB", "--slot-bytes": "64KiB"}
     settings |= {"--drain-grace-s": 0.2}
     role = name.split("-")[0]
+    if role == "prefill":
+        settings["--key-file"] = key_file
     return [sys.executable, "-m", "decant", role, *(f"{option}={value}" for option, value in settings.items())]
 
 

@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
 
 def refusal(folder: Path, **settings: Any) -> ConfigurationError:
     with pytest.raises(ConfigurationError) as refused:
-        prepare_engine(DecodeOptions(model=str(folder), key_file="unused", **settings))
+        prepare_engine(DecodeOptions(model=str(folder), **settings))
     return refused.value
 
 
