@@ -128,7 +128,8 @@ def mint_fence(session: int) -> Fenced:
 
 @dataclass(frozen=True, slots=True)
 class NotFenced:
-    """The session is closed, yet bytes may still land for these tags: the arena goes to quarantine."""
+    """The session is closed, yet bytes may still land for these tags, or be read by a send that has not ended: memory of this
+    session is kept until its own operations end (an arena in quarantine)."""
 
     session: int
     open_tags: frozenset[Tag]

@@ -179,7 +179,7 @@ class UcxSession:
         self._settle()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._quiet.wait(), CLOSE_LIMIT_S)
-        if self._receives or not self.lane.fences:
+        if self._receives or self._sends or not self.lane.fences:  # UCX may still read what a send has given it
             return NotFenced(self.session, frozenset(self._receives))
         return mint_fence(self.session)
 
