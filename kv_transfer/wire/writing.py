@@ -44,7 +44,8 @@ def _wire_transfer(transfer: TransferId) -> transfer_pb2.TransferId:
 
 def _milliseconds(seconds: float) -> int:
     """Rounded up, so that a short wait never becomes none."""
-    return min(math.ceil(seconds * 1000), LONGEST_MS)
+    nearest = round(seconds * 1000)  # 2.011 * 1000 is a little more than 2011
+    return min(nearest if nearest / 1000 == seconds else math.ceil(seconds * 1000), LONGEST_MS)
 
 
 def _body(message: messages.Message) -> tuple[str, Any]:

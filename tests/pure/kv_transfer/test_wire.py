@@ -173,3 +173,12 @@ def test_a_field_out_of_range_is_refused_by_its_name(wire: transfer_pb2.ControlM
 def test_an_empty_and_an_unknown_message_are_refused() -> None:
     assert read_envelope(b"") == WireRefusal("unknown_message", "message")
     assert read_envelope(b"\xff\xff") == WireRefusal("not_a_control_message", "bytes")
+
+
+def test_whole_milliseconds_are_kept_and_others_are_rounded_up() -> None:
+    for seconds, read in ((2.011, 2.011), (0.0004, 0.001), (1.0001, 1.001)):
+        sent = m.Refused(TransferId(RequestId("r"), 1, 1), "busy", seconds)
+        envelope = read_envelope(write_envelope(m.Envelope(Incarnation(1), Incarnation(2), sent)))
+        assert isinstance(envelope, m.Envelope)
+        assert isinstance(envelope.message, m.Refused)
+        assert envelope.message.retry_after_s == read
