@@ -25,39 +25,53 @@ _sym_db = _symbol_database.Default()
 from decant_proto.v1 import types_pb2 as decant__proto_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65\x63\x61nt_proto/v1/node.proto\x12\tdecant.v1\x1a\x1b\x64\x65\x63\x61nt_proto/v1/types.proto\"\xbe\x01\n\rRouterMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.decant.v1.RouterHelloH\x00\x12#\n\x06submit\x18\x02 \x01(\x0b\x32\x11.decant.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.decant.v1.CancelH\x00\x12/\n\theartbeat\x18\x04 \x01(\x0b\x32\x1a.decant.v1.RouterHeartbeatH\x00\x42\t\n\x07message\"2\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x11\n\x0fRouterHeartbeat\"I\n\rPrefillChoice\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"\x87\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x19\n\x11settled_token_ids\x18\x04 \x03(\r\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.decant.v1.SamplingParameters\x12\x14\n\x0c\x63hoice_index\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x31\n\x0fprefill_choices\x18\x08 \x03(\x0b\x32\x18.decant.v1.PrefillChoice\x12\x14\n\x0clocal_reason\x18\t \x01(\t\"=\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x8f\x01\n\x0bNodeMessage\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.decant.v1.NodeHelloH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.decant.v1.StepOutputH\x00\x12\'\n\x06status\x18\x03 \x01(\x0b\x32\x15.decant.v1.NodeStatusH\x00\x42\t\n\x07message\"\xcd\x01\n\tNodeHello\x12#\n\x05\x65ntry\x18\x01 \x01(\x0b\x32\x14.decant.v1.NodeEntry\x12+\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x16.decant.v1.Fingerprint\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x15\n\rstep_limit_ms\x18\x06 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\r\"7\n\nStepOutput\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.decant.v1.RequestOutput\"\xf4\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.decant.v1.Token\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.decant.v1.FinishReason\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x12\x11\n\tretryable\x18\x06 \x01(\x08\x12\x30\n\x0eprompt_account\x18\x07 \x01(\x0b\x32\x18.decant.v1.PromptAccount\x12\x16\n\x0eretry_after_ms\x18\x08 \x01(\r\"\\\n\rPromptAccount\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x01(\r\x12\x13\n\x0btransferred\x18\x02 \x01(\r\x12\x10\n\x08\x63omputed\x18\x03 \x01(\r\x12\x14\n\x0cprefill_node\x18\x04 \x01(\t\"6\n\tLaneSpeed\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x02 \x01(\x01\"\xaa\x02\n\nNodeStatus\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x19\n\x11not_ready_reasons\x18\x02 \x03(\t\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x04\x12\x14\n\x0c\x65ngine_steps\x18\x07 \x01(\x04\x12\x14\n\x0c\x62locks_total\x18\x08 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\t \x01(\r\x12\r\n\x05\x65poch\x18\n \x01(\x04\x12\x10\n\x08has_work\x18\x0b \x01(\x08\x12 \n\x18prompt_tokens_per_second\x18\x0c \x01(\x01\x12#\n\x05lanes\x18\r \x03(\x0b\x32\x14.decant.v1.LaneSpeed2F\n\x04Node\x12>\n\x06\x41ttach\x12\x18.decant.v1.RouterMessage\x1a\x16.decant.v1.NodeMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65\x63\x61nt_proto/v1/node.proto\x12\tdecant.v1\x1a\x1b\x64\x65\x63\x61nt_proto/v1/types.proto\"\xe1\x01\n\rRouterMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.decant.v1.RouterHelloH\x00\x12#\n\x06submit\x18\x02 \x01(\x0b\x32\x11.decant.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.decant.v1.CancelH\x00\x12/\n\theartbeat\x18\x04 \x01(\x0b\x32\x1a.decant.v1.RouterHeartbeatH\x00\x12!\n\x05watch\x18\x05 \x01(\x0b\x32\x10.decant.v1.WatchH\x00\x42\t\n\x07message\"2\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x11\n\x0fRouterHeartbeat\"\x17\n\x05Watch\x12\x0e\n\x06\x66or_ms\x18\x01 \x01(\r\"I\n\rPrefillChoice\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"\x9c\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x19\n\x11settled_token_ids\x18\x04 \x03(\r\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.decant.v1.SamplingParameters\x12\x14\n\x0c\x63hoice_index\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x31\n\x0fprefill_choices\x18\x08 \x03(\x0b\x32\x18.decant.v1.PrefillChoice\x12\x14\n\x0clocal_reason\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\"=\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xb8\x01\n\x0bNodeMessage\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.decant.v1.NodeHelloH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.decant.v1.StepOutputH\x00\x12\'\n\x06status\x18\x03 \x01(\x0b\x32\x15.decant.v1.NodeStatusH\x00\x12\'\n\x06\x64\x65tail\x18\x04 \x01(\x0b\x32\x15.decant.v1.NodeDetailH\x00\x42\t\n\x07message\"\xcd\x01\n\tNodeHello\x12#\n\x05\x65ntry\x18\x01 \x01(\x0b\x32\x14.decant.v1.NodeEntry\x12+\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x16.decant.v1.Fingerprint\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x15\n\rstep_limit_ms\x18\x06 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\r\"7\n\nStepOutput\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.decant.v1.RequestOutput\"\xf4\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.decant.v1.Token\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.decant.v1.FinishReason\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x12\x11\n\tretryable\x18\x06 \x01(\x08\x12\x30\n\x0eprompt_account\x18\x07 \x01(\x0b\x32\x18.decant.v1.PromptAccount\x12\x16\n\x0eretry_after_ms\x18\x08 \x01(\r\"\\\n\rPromptAccount\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x01(\r\x12\x13\n\x0btransferred\x18\x02 \x01(\r\x12\x10\n\x08\x63omputed\x18\x03 \x01(\r\x12\x14\n\x0cprefill_node\x18\x04 \x01(\t\"6\n\tLaneSpeed\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x02 \x01(\x01\"\xd6\x02\n\nNodeStatus\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x19\n\x11not_ready_reasons\x18\x02 \x03(\t\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x04\x12\x14\n\x0c\x65ngine_steps\x18\x07 \x01(\x04\x12\x14\n\x0c\x62locks_total\x18\x08 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\t \x01(\r\x12\r\n\x05\x65poch\x18\n \x01(\x04\x12\x10\n\x08has_work\x18\x0b \x01(\x08\x12 \n\x18prompt_tokens_per_second\x18\x0c \x01(\x01\x12#\n\x05lanes\x18\r \x03(\x0b\x32\x14.decant.v1.LaneSpeed\x12\x14\n\x0cserves_alone\x18\x0e \x01(\x08\x12\x14\n\x0c\x62roken_lanes\x18\x0f \x03(\t\"\xf6\x02\n\nNodeDetail\x12\x13\n\x0b\x62locks_free\x18\x01 \x01(\r\x12\x15\n\rblocks_cached\x18\x02 \x01(\r\x12\x15\n\rblocks_in_use\x18\x03 \x01(\r\x12>\n\rstaging_slots\x18\x04 \x03(\x0b\x32\'.decant.v1.NodeDetail.StagingSlotsEntry\x12*\n\ttransfers\x18\x05 \x03(\x0b\x32\x17.decant.v1.TransferView\x12\x1b\n\x13transfers_in_flight\x18\x06 \x01(\r\x12\x19\n\x11kv_transfer_bytes\x18\x07 \x01(\x04\x12\"\n\x05lanes\x18\x08 \x03(\x0b\x32\x13.decant.v1.LaneView\x12(\n\x08\x66\x61ilures\x18\t \x03(\x0b\x32\x16.decant.v1.FailureView\x1a\x33\n\x11StagingSlotsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xbe\x01\n\x0cTransferView\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ntry_number\x18\x03 \x01(\r\x12\x0c\n\x04peer\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x14\n\x0cparcels_done\x18\x06 \x01(\r\x12\x0f\n\x07parcels\x18\x07 \x01(\r\x12\x12\n\nbytes_done\x18\x08 \x01(\x04\x12\r\n\x05\x62ytes\x18\t \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\n \x01(\r\"P\n\x08LaneView\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0c\n\x04lane\x18\x02 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x03 \x01(\x01\x12\x0e\n\x06\x62roken\x18\x04 \x01(\t\"]\n\x0b\x46\x61ilureView\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0c\n\x04peer\x18\x04 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\r2F\n\x04Node\x12>\n\x06\x41ttach\x12\x18.decant.v1.RouterMessage\x1a\x16.decant.v1.NodeMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'decant_proto.v1.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_NODEDETAIL_STAGINGSLOTSENTRY']._loaded_options = None
+  _globals['_NODEDETAIL_STAGINGSLOTSENTRY']._serialized_options = b'8\001'
   _globals['_ROUTERMESSAGE']._serialized_start=71
-  _globals['_ROUTERMESSAGE']._serialized_end=261
-  _globals['_ROUTERHELLO']._serialized_start=263
-  _globals['_ROUTERHELLO']._serialized_end=313
-  _globals['_ROUTERHEARTBEAT']._serialized_start=315
-  _globals['_ROUTERHEARTBEAT']._serialized_end=332
-  _globals['_PREFILLCHOICE']._serialized_start=334
-  _globals['_PREFILLCHOICE']._serialized_end=407
-  _globals['_SUBMIT']._serialized_start=410
-  _globals['_SUBMIT']._serialized_end=673
-  _globals['_CANCEL']._serialized_start=675
-  _globals['_CANCEL']._serialized_end=736
-  _globals['_NODEMESSAGE']._serialized_start=739
-  _globals['_NODEMESSAGE']._serialized_end=882
-  _globals['_NODEHELLO']._serialized_start=885
-  _globals['_NODEHELLO']._serialized_end=1090
-  _globals['_STEPOUTPUT']._serialized_start=1092
-  _globals['_STEPOUTPUT']._serialized_end=1147
-  _globals['_REQUESTOUTPUT']._serialized_start=1150
-  _globals['_REQUESTOUTPUT']._serialized_end=1394
-  _globals['_PROMPTACCOUNT']._serialized_start=1396
-  _globals['_PROMPTACCOUNT']._serialized_end=1488
-  _globals['_LANESPEED']._serialized_start=1490
-  _globals['_LANESPEED']._serialized_end=1544
-  _globals['_NODESTATUS']._serialized_start=1547
-  _globals['_NODESTATUS']._serialized_end=1845
-  _globals['_NODE']._serialized_start=1847
-  _globals['_NODE']._serialized_end=1917
+  _globals['_ROUTERMESSAGE']._serialized_end=296
+  _globals['_ROUTERHELLO']._serialized_start=298
+  _globals['_ROUTERHELLO']._serialized_end=348
+  _globals['_ROUTERHEARTBEAT']._serialized_start=350
+  _globals['_ROUTERHEARTBEAT']._serialized_end=367
+  _globals['_WATCH']._serialized_start=369
+  _globals['_WATCH']._serialized_end=392
+  _globals['_PREFILLCHOICE']._serialized_start=394
+  _globals['_PREFILLCHOICE']._serialized_end=467
+  _globals['_SUBMIT']._serialized_start=470
+  _globals['_SUBMIT']._serialized_end=754
+  _globals['_CANCEL']._serialized_start=756
+  _globals['_CANCEL']._serialized_end=817
+  _globals['_NODEMESSAGE']._serialized_start=820
+  _globals['_NODEMESSAGE']._serialized_end=1004
+  _globals['_NODEHELLO']._serialized_start=1007
+  _globals['_NODEHELLO']._serialized_end=1212
+  _globals['_STEPOUTPUT']._serialized_start=1214
+  _globals['_STEPOUTPUT']._serialized_end=1269
+  _globals['_REQUESTOUTPUT']._serialized_start=1272
+  _globals['_REQUESTOUTPUT']._serialized_end=1516
+  _globals['_PROMPTACCOUNT']._serialized_start=1518
+  _globals['_PROMPTACCOUNT']._serialized_end=1610
+  _globals['_LANESPEED']._serialized_start=1612
+  _globals['_LANESPEED']._serialized_end=1666
+  _globals['_NODESTATUS']._serialized_start=1669
+  _globals['_NODESTATUS']._serialized_end=2011
+  _globals['_NODEDETAIL']._serialized_start=2014
+  _globals['_NODEDETAIL']._serialized_end=2388
+  _globals['_NODEDETAIL_STAGINGSLOTSENTRY']._serialized_start=2337
+  _globals['_NODEDETAIL_STAGINGSLOTSENTRY']._serialized_end=2388
+  _globals['_TRANSFERVIEW']._serialized_start=2391
+  _globals['_TRANSFERVIEW']._serialized_end=2581
+  _globals['_LANEVIEW']._serialized_start=2583
+  _globals['_LANEVIEW']._serialized_end=2663
+  _globals['_FAILUREVIEW']._serialized_start=2665
+  _globals['_FAILUREVIEW']._serialized_end=2758
+  _globals['_NODE']._serialized_start=2760
+  _globals['_NODE']._serialized_end=2830
 # @@protoc_insertion_point(module_scope)

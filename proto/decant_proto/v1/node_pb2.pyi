@@ -27,6 +27,7 @@ class RouterMessage(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    WATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """first"""
@@ -41,6 +42,10 @@ class RouterMessage(_message.Message):
     def heartbeat(self) -> Global___RouterHeartbeat:
         """renews the lease of all this router's requests"""
 
+    @_builtins.property
+    def watch(self) -> Global___Watch:
+        """somebody looks at this router's live page"""
+
     def __init__(
         self,
         *,
@@ -48,12 +53,13 @@ class RouterMessage(_message.Message):
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
         heartbeat: Global___RouterHeartbeat | None = ...,
+        watch: Global___Watch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "submit", b"submit", "watch", b"watch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "submit", b"submit", "watch", b"watch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "heartbeat", "watch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -98,6 +104,27 @@ class RouterHeartbeat(_message.Message):
 Global___RouterHeartbeat: _TypeAlias = RouterHeartbeat  # noqa: Y015
 
 @_typing.final
+class Watch(_message.Message):
+    """Send a NodeDetail with each status for so long; asked again as long as somebody looks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOR_MS_FIELD_NUMBER: _builtins.int
+    for_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        for_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_ms", b"for_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Watch: _TypeAlias = Watch  # noqa: Y015
+
+@_typing.final
 class PrefillChoice(_message.Message):
     """The prefill nodes that D may ask for this attempt, in this order; empty = compute the prompt locally."""
 
@@ -138,6 +165,7 @@ class Submit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     PREFILL_CHOICES_FIELD_NUMBER: _builtins.int
     LOCAL_REASON_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     choice_index: _builtins.int
@@ -145,6 +173,8 @@ class Submit(_message.Message):
     """duration, starts on receipt"""
     local_reason: _builtins.str
     """why prefill_choices is empty (label of local_prefill_total)"""
+    traceparent: _builtins.str
+    """W3C trace context; empty: the request is not traced"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -167,10 +197,11 @@ class Submit(_message.Message):
         deadline_ms: _builtins.int = ...,
         prefill_choices: _abc.Iterable[Global___PrefillChoice] | None = ...,
         local_reason: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice_index", b"choice_index", "deadline_ms", b"deadline_ms", "local_reason", b"local_reason", "prefill_choices", b"prefill_choices", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "settled_token_ids", b"settled_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice_index", b"choice_index", "deadline_ms", b"deadline_ms", "local_reason", b"local_reason", "prefill_choices", b"prefill_choices", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "settled_token_ids", b"settled_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,6 +239,7 @@ class NodeMessage(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___NodeHello:
         """first"""
@@ -220,18 +252,23 @@ class NodeMessage(_message.Message):
     def status(self) -> Global___NodeStatus:
         """at once, then every heartbeat"""
 
+    @_builtins.property
+    def detail(self) -> Global___NodeDetail:
+        """only while watched"""
+
     def __init__(
         self,
         *,
         hello: Global___NodeHello | None = ...,
         step: Global___StepOutput | None = ...,
         status: Global___NodeStatus | None = ...,
+        detail: Global___NodeDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "status", b"status", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "hello", b"hello", "message", b"message", "status", b"status", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "status", b"status", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "hello", b"hello", "message", b"message", "status", b"status", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "status"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "status", "detail"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -417,6 +454,8 @@ class NodeStatus(_message.Message):
     HAS_WORK_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
+    SERVES_ALONE_FIELD_NUMBER: _builtins.int
+    BROKEN_LANES_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     draining: _builtins.bool
     running: _builtins.int
@@ -433,11 +472,17 @@ class NodeStatus(_message.Message):
     """the engine has something to compute: then engine_steps must advance"""
     prompt_tokens_per_second: _builtins.float
     """as measured of late; 0 = not yet"""
+    serves_alone: _builtins.bool
+    """decode nodes that are not ready: all that is wrong is the data plane, prompts can be computed here"""
     @_builtins.property
     def not_ready_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneSpeed]:
         """decode nodes: the prefill nodes that they are paired with"""
+
+    @_builtins.property
+    def broken_lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """decode nodes: the prefill nodes from which no KV comes now"""
 
     def __init__(
         self,
@@ -455,11 +500,201 @@ class NodeStatus(_message.Message):
         has_work: _builtins.bool = ...,
         prompt_tokens_per_second: _builtins.float = ...,
         lanes: _abc.Iterable[Global___LaneSpeed] | None = ...,
+        serves_alone: _builtins.bool = ...,
+        broken_lanes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "draining", b"draining", "engine_steps", b"engine_steps", "epoch", b"epoch", "has_work", b"has_work", "lanes", b"lanes", "not_ready_reasons", b"not_ready_reasons", "prompt_tokens_per_second", b"prompt_tokens_per_second", "queued_tokens", b"queued_tokens", "ready", b"ready", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "broken_lanes", b"broken_lanes", "draining", b"draining", "engine_steps", b"engine_steps", "epoch", b"epoch", "has_work", b"has_work", "lanes", b"lanes", "not_ready_reasons", b"not_ready_reasons", "prompt_tokens_per_second", b"prompt_tokens_per_second", "queued_tokens", b"queued_tokens", "ready", b"ready", "running", b"running", "serves_alone", b"serves_alone", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
+
+@_typing.final
+class NodeDetail(_message.Message):
+    """What a node does, for people: sent beside its status while a router asks for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class StagingSlotsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BLOCKS_FREE_FIELD_NUMBER: _builtins.int
+    BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
+    BLOCKS_IN_USE_FIELD_NUMBER: _builtins.int
+    STAGING_SLOTS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    KV_TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    blocks_free: _builtins.int
+    blocks_cached: _builtins.int
+    blocks_in_use: _builtins.int
+    transfers_in_flight: _builtins.int
+    kv_transfer_bytes: _builtins.int
+    """as decant_kv_transfer_bytes_total"""
+    @_builtins.property
+    def staging_slots(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """by state, as in decant_staging_slots"""
+
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferView]:
+        """the oldest, at most 64"""
+
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneView]: ...
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailureView]:
+        """the latest, at most 32, oldest first"""
+
+    def __init__(
+        self,
+        *,
+        blocks_free: _builtins.int = ...,
+        blocks_cached: _builtins.int = ...,
+        blocks_in_use: _builtins.int = ...,
+        staging_slots: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        transfers: _abc.Iterable[Global___TransferView] | None = ...,
+        transfers_in_flight: _builtins.int = ...,
+        kv_transfer_bytes: _builtins.int = ...,
+        lanes: _abc.Iterable[Global___LaneView] | None = ...,
+        failures: _abc.Iterable[Global___FailureView] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "failures", b"failures", "kv_transfer_bytes", b"kv_transfer_bytes", "lanes", b"lanes", "staging_slots", b"staging_slots", "transfers", b"transfers", "transfers_in_flight", b"transfers_in_flight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeDetail: _TypeAlias = NodeDetail  # noqa: Y015
+
+@_typing.final
+class TransferView(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TRY_NUMBER_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PARCELS_DONE_FIELD_NUMBER: _builtins.int
+    PARCELS_FIELD_NUMBER: _builtins.int
+    BYTES_DONE_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    try_number: _builtins.int
+    peer: _builtins.str
+    """node id of the other end"""
+    state: _builtins.str
+    """docs/protocol.md, in lower case"""
+    parcels_done: _builtins.int
+    """D: verified; P: handed to the transport"""
+    parcels: _builtins.int
+    """0 until the cut is known"""
+    bytes_done: _builtins.int
+    bytes: _builtins.int
+    age_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        try_number: _builtins.int = ...,
+        peer: _builtins.str = ...,
+        state: _builtins.str = ...,
+        parcels_done: _builtins.int = ...,
+        parcels: _builtins.int = ...,
+        bytes_done: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "bytes", b"bytes", "bytes_done", b"bytes_done", "parcels", b"parcels", "parcels_done", b"parcels_done", "peer", b"peer", "request_id", b"request_id", "state", b"state", "try_number", b"try_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferView: _TypeAlias = TransferView  # noqa: Y015
+
+@_typing.final
+class LaneView(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    BROKEN_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    lane: _builtins.str
+    bytes_per_second: _builtins.float
+    """measured when the two were paired"""
+    broken: _builtins.str
+    """why no KV comes over it; empty: it works"""
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        lane: _builtins.str = ...,
+        bytes_per_second: _builtins.float = ...,
+        broken: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "bytes_per_second", b"bytes_per_second", "lane", b"lane", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneView: _TypeAlias = LaneView  # noqa: Y015
+
+@_typing.final
+class FailureView(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """transfer, local_prefill, request"""
+    reason: _builtins.str
+    request_id: _builtins.str
+    peer: _builtins.str
+    age_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "peer", b"peer", "reason", b"reason", "request_id", b"request_id", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailureView: _TypeAlias = FailureView  # noqa: Y015

@@ -424,10 +424,13 @@ class Ask(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     ticket: _builtins.bytes
     choices: _builtins.int
     """n"""
     deadline_ms: _builtins.int
+    traceparent: _builtins.str
+    """W3C trace context; empty: the request is not traced"""
     @_builtins.property
     def transfer(self) -> Global___TransferId: ...
     @_builtins.property
@@ -446,10 +449,11 @@ class Ask(_message.Message):
         sampling: _types_pb2.SamplingParameters | None = ...,
         choices: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_ms", b"deadline_ms", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "settled_token_ids", b"settled_token_ids", "ticket", b"ticket", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_ms", b"deadline_ms", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "settled_token_ids", b"settled_token_ids", "ticket", b"ticket", "traceparent", b"traceparent", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
