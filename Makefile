@@ -83,11 +83,14 @@ proto: install-dev
 golden: install-dev
 	$(BIN)/python tests/golden/remake.py $(MODEL)
 
+LOCK = $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header pyproject.toml
+
+# A router reads tokenizer.json from a folder: what tokenizers would need to ask a hub stays out of it.
 lock: install-dev
 	$(PIP) uv
-	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header pyproject.toml -o requirements.lock
-	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header pyproject.toml --extra dev \
-		-c requirements.lock -o requirements-dev.lock
+	$(LOCK) --extra node -o requirements.lock
+	$(LOCK) --extra node --extra dev -c requirements.lock -o requirements-dev.lock
+	$(LOCK) -c requirements.lock --override <(echo "huggingface-hub ; python_version < '3'") -o requirements-router.lock
 
 explore: install-dev
 	@$(BIN)/python tests/sim/explorer.py $(ARGS)
