@@ -9,7 +9,8 @@ Must not know: who counts, and when.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -27,12 +28,17 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # they double every 
 OTHER = "other"
 
 FINISH_REASONS = ("stop", "length", "cancelled", "failed")
+NOT_READY_REASONS = (
+    *("loading_model", "engine_stalled", "data_plane", "quarantine_full", "draining"),
+    *("no_decode_node", "no_usable_decode_node"),
+)
 KV_BLOCK_STATES = ("free", "cached", "in_use")
+KV_TRANSFER_STATES = ("asked", "queued", "reserved", "landing", "sending", "sealed", "committed", "ending")
 STAGING_SLOT_STATES = ("free", "posted", "landed", "scattering", "sending", "quarantined")
 SCHEDULER_SKIP_REASONS = ("no_free_blocks", "token_budget", "max_num_seqs", "blocks_settling")
 LOCAL_PREFILL_REASONS = (
     *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "decode_is_faster"),
-    *("refused", "silent", "prefill_stalled", "transfer_stalled", "peer_closed", "deadline", "transfer_failed"),
+    *("lane_broken", "refused", "silent", "prefill_stalled", "transfer_stalled", "peer_closed", "deadline", "transfer_failed"),
 )
 SESSION_END_REASONS = (
     *("silent", "unresponsive", "idle", "closed_by_peer", "peer_closed", "peer_restarted", "replaced"),
@@ -85,8 +91,10 @@ DROPPED_REASONS = (
 
 PLACEMENT_REASONS = (
     *("prefill_is_faster", "decode_is_faster", "unmeasured", "always"),
-    *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off"),
+    *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "lane_broken"),
 )
+LANES_SHOWN = 64
+"""Nodes come and go under new names: only the lanes that were measured last are exported."""
 PREDICTION_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
 
 LATENCY_BUCKETS_S = (
@@ -111,14 +119,38 @@ class CounterByReason:
 class GaugeByState:
     """A gauge with one label whose values are all known from the start."""
 
-    def __init__(self, name: str, help: str, states: Iterable[str], registry: CollectorRegistry) -> None:
-        gauge = Gauge(name, help, ["state"], registry=registry)
+    def __init__(
+        self, name: str, help: str, states: Iterable[str], registry: CollectorRegistry, label: str = "state"
+    ) -> None:
+        gauge = Gauge(name, help, [label], registry=registry)
         self._children = {state: gauge.labels(state) for state in states}
 
     def set(self, **amounts: float) -> None:
         """Raises KeyError for a state that was not declared."""
         for state, amount in amounts.items():
             self._children[state].set(amount)
+
+    def set_all(self, amounts: Mapping[str, float]) -> None:
+        """Those that are not named are 0; what was not declared counts as `other`, if that is a state."""
+        for state, child in self._children.items():
+            unnamed = [amount for name, amount in amounts.items() if name not in self._children]
+            child.set(max(unnamed, default=0) if state == OTHER else amounts.get(state, 0))
+
+
+class LaneSpeeds:
+    """The speed of each lane that was measured of late; at most LANES_SHOWN, the oldest measure goes first."""
+
+    def __init__(self, name: str, help: str, registry: CollectorRegistry) -> None:
+        self._gauge = Gauge(name, help, ["peer", "lane"], registry=registry)
+        self._shown: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def set(self, peer: str, lane: str, gigabytes_per_second: float) -> None:
+        self._shown[peer, lane] = None
+        self._shown.move_to_end((peer, lane))
+        self._gauge.labels(peer, lane).set(gigabytes_per_second)
+        while len(self._shown) > LANES_SHOWN:
+            (oldest, _) = self._shown.popitem(last=False)
+            self._gauge.remove(*oldest)
 
 
 class ServingMetrics:
@@ -147,6 +179,20 @@ class ServingMetrics:
         self.dropped_total = self._by_reason(
             "dropped_total", "Late, repeated or foreign messages that changed nothing", DROPPED_REASONS
         )
+        self.ready = self._gauge("ready", "1 while /health says ready, else 0")
+        self.not_ready_seconds = GaugeByState(
+            "decant_not_ready_seconds",
+            "For how long something has kept this process from being ready; 0: it does not",
+            (*NOT_READY_REASONS, OTHER),
+            self.registry,
+            label="reason",
+        )
+        self.registry_up = self._gauge("registry_up", "1 while the registry answers, else 0; losing it stops nothing")
+
+    def show_problems(self, ages_s: Mapping[str, float]) -> None:
+        """What keeps this process from being ready, each with its age in seconds; nothing: it is ready."""
+        self.ready.set(not ages_s)
+        self.not_ready_seconds.set_all({reason: max(age_s, 1e-3) for reason, age_s in ages_s.items()})
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -166,6 +212,9 @@ class ServingMetrics:
 
     def _by_state(self, name: str, help: str, states: Iterable[str]) -> GaugeByState:
         return GaugeByState(f"decant_{name}", help, states, self.registry)
+
+    def _by_role(self, name: str, help: str) -> GaugeByState:
+        return GaugeByState(f"decant_{name}", help, ("prefill", "decode"), self.registry, label="role")
 
 
 class RouterMetrics(ServingMetrics):
@@ -190,7 +239,8 @@ class RouterMetrics(ServingMetrics):
         self.prediction_ratio = self._histogram(
             "prediction_ratio", "Time to first token as it was, over its prediction", PREDICTION_RATIO_BUCKETS
         )
-        self.nodes = self._by_state("nodes", "Nodes that this router is attached to, by role", ("prefill", "decode"))
+        self.nodes = self._by_role("nodes", "Nodes that this router is attached to")
+        self.nodes_usable = self._by_role("nodes_usable", "Nodes to which this router gives work now")
 
 
 class NodeMetrics(ServingMetrics):
@@ -224,9 +274,16 @@ class NodeMetrics(ServingMetrics):
         )
         self.kv_blocks = self._by_state("kv_blocks", "KV blocks", KV_BLOCK_STATES)
         self.staging_slots = self._by_state("staging_slots", "Slots of staging memory", STAGING_SLOT_STATES)
-        self.kv_lane_gigabytes_per_second = Gauge(
+        self.kv_lane_gigabytes_per_second = LaneSpeeds(
             "decant_kv_lane_gigabytes_per_second",
-            "Speed of the lane to a peer, measured when it was paired",
-            ["peer", "lane"],
-            registry=self.registry,
+            f"Speed of the lane to a peer, measured when it was paired (the last {LANES_SHOWN})",
+            self.registry,
+        )
+        self.kv_transfers = self._by_state("kv_transfers", "KV transfers in flight at this end", KV_TRANSFER_STATES)
+        self.quarantined_arenas = self._gauge(
+            "quarantined_arenas", "Arenas of lost peers that wait for proof that nothing can write into them"
+        )
+        self.broken_lanes = self._gauge("broken_lanes", "Prefill nodes from which no KV comes to this decode node now")
+        self.preemptions_total = self._counter(
+            "preemptions_total", "Running requests that gave their KV blocks up to others, to be computed again"
         )

@@ -184,7 +184,7 @@ class MeteredTransfers:
 
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
         log.info("lane measured", peer=peer, lane=lane, gigabytes_per_second=round(gigabytes_per_second, 3))
-        self._metrics.kv_lane_gigabytes_per_second.labels(peer, lane).set(gigabytes_per_second)
+        self._metrics.kv_lane_gigabytes_per_second.set(peer, lane, gigabytes_per_second)
         if not lane.endswith(OTHER_DIRECTION):
             self.bytes_per_second[peer] = gigabytes_per_second * 1e9
 

@@ -82,7 +82,7 @@ async def test_f25_a_decode_node_that_speaks_but_takes_no_step_is_given_up_too(f
         stalled.has_work = True  # and engine_steps stays where it is
         assert await answer == unharmed("hello")
         assert [cancel.reason for cancel in stalled.cancels] == ["node_stalled"]
-        assert await router.metric('decant_nodes{state="decode"}') == 2
+        assert await router.metric('decant_nodes{role="decode"}') == 2
 
 
 async def test_f22_the_only_decode_node_comes_back_under_its_address_and_the_stream_goes_on(folder: Path) -> None:
