@@ -16,7 +16,7 @@ from functools import partial
 from typing import assert_never
 
 from foundation.ids import BlockId, CreditNumber, NodeId, TransferId
-from foundation.log import get_logger
+from foundation.log import get_logger, naming
 from kv_transfer.control_client import ControlClient
 from kv_transfer.data_sessions import DataSessions
 from kv_transfer.digest import TRAILER_BYTES, DigestSeeds
@@ -31,7 +31,7 @@ from kv_transfer.driver import (
 from kv_transfer.faults import Faults
 from kv_transfer.landings import Landings
 from kv_transfer.pool_copy import KvPool
-from kv_transfer.port import BeginTransfer, DecodeListener, TransferAccount
+from kv_transfer.port import BeginTransfer, DecodeListener, TransferAccount, TransferProgress
 from kv_transfer.protocol import effects as do
 from kv_transfer.protocol import events as on
 from kv_transfer.protocol.credit import Slot, SlotState
@@ -120,6 +120,29 @@ class DecodeDriver:
     def staging_drawn_bytes(self) -> int:
         """Payload bytes of all arenas that are not given back yet, those in quarantine included."""
         return self._landings.drawn_bytes
+
+    @property
+    def quarantined_arenas(self) -> int:
+        return sum(arena.quarantined for arena in self._side.arenas.values())
+
+    def progress(self) -> list[TransferProgress]:
+        """Every live transfer, oldest first, for people."""
+        layout, now_s, found = self._side.local.layout, self._loop.time(), []
+        for transfer in self._side.transfers.values():
+            inbound = self._inbound.get(transfer.id)
+            found.append(
+                TransferProgress(
+                    transfer.id,
+                    transfer.peer,
+                    transfer.state.name.lower(),
+                    len(transfer.verified),
+                    len(transfer.parcels),
+                    sum(transfer.parcels[index].wire_bytes(layout) for index in transfer.verified),
+                    sum(parcel.wire_bytes(layout) for parcel in transfer.parcels),
+                    now_s - inbound.begun_s if inbound is not None else 0.0,
+                )
+            )
+        return found
 
     async def close(self) -> None:
         """End every session by name (`closing`), and with it every live transfer; then close all that was opened."""
@@ -296,7 +319,7 @@ class DecodeDriver:
             case DigestMismatch(computed=computed, received=received):
                 log.error(
                     "parcel refused",
-                    transfer=str(effect.transfer),
+                    **naming(effect.transfer),
                     parcel=effect.parcel_index,
                     computed=f"{computed:016x}",
                     received=f"{received:016x}",

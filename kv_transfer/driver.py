@@ -10,6 +10,7 @@ Must not know: models, engines beyond their progress, routers.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -18,7 +19,7 @@ from foundation.fingerprint import Fingerprint
 from foundation.ids import Incarnation, NodeId, TransferId
 from foundation.kv_layout import KvLayout
 from foundation.log import get_logger
-from foundation.metrics import NodeMetrics
+from foundation.metrics import LANES_SHOWN, NodeMetrics
 from kv_transfer.digest import KIND as DIGEST_KIND
 from kv_transfer.digest import TRAILER_BYTES, manifest_digest
 from kv_transfer.protocol.deadlines import DeadlineEvent, Limits, Wait, Watch
@@ -165,13 +166,20 @@ class TransferObserver(Protocol):
 OTHER_DIRECTION = "/to_peer"
 
 
+class MeasuredLane(NamedTuple):
+    name: str
+    bytes_per_second: float
+
+
 class MeteredTransfers:
     """The observer of a real node: metrics and logs."""
 
     def __init__(self, metrics: NodeMetrics) -> None:
         self._metrics = metrics
-        self.bytes_per_second: dict[NodeId, float] = {}
-        """Of the lane from each peer, as last measured here."""
+        self.lanes: OrderedDict[NodeId, MeasuredLane] = OrderedDict()
+        """The lane from each peer, as last measured here; the oldest measures of more than LANES_SHOWN are forgotten."""
+        self.moved_bytes = 0
+        self.slot_states: dict[str, int] = {}
 
     def computed(self, transfer: TransferId, positions: int) -> None:
         log.debug("computed", transfer=str(transfer), positions=positions)
@@ -181,12 +189,16 @@ class MeteredTransfers:
         log.debug("parcel", stage=stage, transfer=str(transfer), parcel=parcel_index, payload_bytes=payload_bytes)
         if stage in ("sent", "landed"):
             self._metrics.kv_transfer_bytes_total.inc(payload_bytes)
+            self.moved_bytes += payload_bytes
 
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
         log.info("lane measured", peer=peer, lane=lane, gigabytes_per_second=round(gigabytes_per_second, 3))
         self._metrics.kv_lane_gigabytes_per_second.set(peer, lane, gigabytes_per_second)
         if not lane.endswith(OTHER_DIRECTION):
-            self.bytes_per_second[peer] = gigabytes_per_second * 1e9
+            self.lanes[peer] = MeasuredLane(lane, gigabytes_per_second * 1e9)
+            self.lanes.move_to_end(peer)
+            if len(self.lanes) > LANES_SHOWN:
+                self.lanes.popitem(last=False)
 
     def dropped(self, peer: NodeId, reason: str) -> None:
         log.info("dropped", peer=peer, reason=reason)
@@ -194,3 +206,4 @@ class MeteredTransfers:
 
     def slots(self, **states: int) -> None:
         self._metrics.staging_slots.set(**states)
+        self.slot_states = states

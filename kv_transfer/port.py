@@ -49,6 +49,23 @@ class TransferAccount:
     lane: str
 
 
+@dataclass(frozen=True, slots=True)
+class TransferProgress:
+    """A live transfer, for people. `state` is the machine's, in lower case; `parcels` and `bytes` are 0 until the cut is known.
+
+    Done means verified on D, handed to the transport on P.
+    """
+
+    transfer: TransferId
+    peer: NodeId
+    state: str
+    parcels_done: int
+    parcels: int
+    bytes_done: int
+    bytes: int
+    age_s: float
+
+
 class DecodeListener(Protocol):
     """What the transfers tell the decode node."""
 
@@ -90,6 +107,7 @@ class PrefillRequest:
     sampling: bytes
     choices: int
     deadline_s: float
+    traceparent: str = ""
 
 
 class PrefillListener(Protocol):

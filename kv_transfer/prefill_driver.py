@@ -36,7 +36,7 @@ from kv_transfer.driver import (
 )
 from kv_transfer.faults import Faults
 from kv_transfer.pool_copy import KvPool
-from kv_transfer.port import PrefillListener, PrefillRequest, SettledToken
+from kv_transfer.port import PrefillListener, PrefillRequest, SettledToken, TransferProgress
 from kv_transfer.protocol import effects as do
 from kv_transfer.protocol import events as on
 from kv_transfer.protocol.deadlines import prefill_waits
@@ -64,6 +64,7 @@ class _Outbound:
     """What a live transfer needs beside its state. `request` is what D asked for."""
 
     request: PrefillRequest
+    begun_s: float
     block_ids: tuple[BlockId, ...] = ()
     owner_words: tuple[int, ...] = ()
     seeds: DigestSeeds | None = None
@@ -125,6 +126,27 @@ class PrefillDriver:
     def epoch(self) -> int:
         """The ticket epoch, which routers must be told."""
         return self._gate.epoch(self._loop.time())
+
+    def progress(self) -> list[TransferProgress]:
+        """Every live transfer, oldest first, for people."""
+        layout, now_s, found = self._side.local.layout, self._loop.time(), []
+        for transfer in self._side.transfers.values():
+            outbound = self._outbound.get(transfer.id)
+            sizes = [parcel.wire_bytes(layout) for parcel in transfer.parcels]
+            done = min(len(transfer.used), len(sizes))
+            found.append(
+                TransferProgress(
+                    transfer.id,
+                    transfer.peer,
+                    transfer.state.name.lower(),
+                    done,
+                    len(sizes),
+                    sum(sizes[:done]),
+                    sum(sizes),
+                    now_s - outbound.begun_s if outbound is not None else 0.0,
+                )
+            )
+        return found
 
     def register(self, server: grpc.aio.Server) -> None:
         """Serve decant.v1.KvTransfer on this server, which has not been started yet."""
@@ -228,8 +250,10 @@ class PrefillDriver:
                 assert_never(effect)
 
     def _ask_node(self, ask: Ask) -> None:
-        request = PrefillRequest(ask.transfer, ask.prompt, ask.settled, ask.sampling, ask.choices, ask.deadline_s)
-        self._outbound[ask.transfer] = _Outbound(request)
+        request = PrefillRequest(
+            ask.transfer, ask.prompt, ask.settled, ask.sampling, ask.choices, ask.deadline_s, ask.traceparent
+        )
+        self._outbound[ask.transfer] = _Outbound(request, self._loop.time())
         self._listener.prefill(request)
 
     # Sessions.

@@ -88,6 +88,7 @@ class DecodeTurn:
                 request.sampling,
                 CHOICES,
                 request.deadline_s,
+                request.traceparent,
             ),
         )
 

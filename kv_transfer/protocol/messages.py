@@ -100,6 +100,7 @@ class Ask:
     sampling: bytes
     choices: int
     deadline_s: float
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ def _ask(wire: transfer_pb2.Ask) -> messages.Ask:
         sampling=wire.sampling.SerializeToString(deterministic=True),
         choices=wire.choices,
         deadline_s=wire.deadline_ms / 1000,
+        traceparent=_text(wire.traceparent, "traceparent"),
     )
 
 

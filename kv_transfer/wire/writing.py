@@ -90,6 +90,7 @@ def _from_decode(message: messages.FromDecode) -> tuple[str, Any]:
                 sampling=types_pb2.SamplingParameters.FromString(message.sampling),
                 choices=message.choices,
                 deadline_ms=_milliseconds(message.deadline_s),
+                traceparent=message.traceparent,
             )
         case messages.Credits():
             return "credits", transfer_pb2.Credits(
