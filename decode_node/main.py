@@ -47,7 +47,7 @@ class DecodeRole:
 
     @property
     def lanes(self) -> Mapping[NodeId, float]:
-        return {peer: lane.bytes_per_second for peer, lane in self._observer.lanes.items()}
+        return self._observer.bytes_per_second
 
     async def start(self) -> None:
         self._transport = open_transport(data_ports=ucx_ports(self._options))

@@ -181,6 +181,10 @@ class MeteredTransfers:
         self.moved_bytes = 0
         self.slot_states: dict[str, int] = {}
 
+    @property
+    def bytes_per_second(self) -> dict[NodeId, float]:
+        return {peer: lane.bytes_per_second for peer, lane in self.lanes.items()}
+
     def computed(self, transfer: TransferId, positions: int) -> None:
         log.debug("computed", transfer=str(transfer), positions=positions)
 

@@ -28,6 +28,8 @@ class BeginTransfer:
     settled: tuple[int, ...]
     sampling: bytes
     deadline_s: float
+    traceparent: str = ""
+    """W3C trace context under which P traces; empty: the request is not traced."""
 
 
 @dataclass(frozen=True, slots=True)
