@@ -18,15 +18,19 @@ from decant_proto.v1 import node_pb2, types_pb2
 
 from decode_node import inbound_events as on
 from decode_node.inbound import Facts, Inbound, Phase, handle, new_inbound
+from decode_node.attempt_trace import AttemptTrace
 from decode_node.submission import refused_submission, start_engine_request
 from engine import port as engine_port
 from engine.config import EngineConfig
 from engine.port import Cancel, EngineEvent, FinishReason, ReserveKv, StartFromKv
 from engine.request import finish_rules
 from foundation.ids import AttemptId, NodeId, RequestId, TransferId
-from foundation.log import get_logger
+from foundation.log import get_logger, naming
 from foundation.metrics import LOCAL_PREFILL_REASONS, NodeMetrics
+from foundation.tracing import NO_TRACER, Tracer
 from kv_transfer.port import BeginTransfer, DecodeTransfers, SettledToken, TransferAccount
+from node.detail import RecentFailures
+from node.health import LaneHealth
 from node.router_stream import Attachment
 from node.wire import FINISH_REASONS, sampling_from_wire, token_to_wire
 
@@ -48,6 +52,7 @@ class _Attempt:
     state: Inbound
     arrived_at: float
     deadline_at: float
+    trace: AttemptTrace
     deadline: asyncio.TimerHandle | None = None
     last_token_at: float | None = None
     transferring_from: str = ""
@@ -75,7 +80,10 @@ class DecodeService:
         config: EngineConfig,
         vocabulary_size: int,
         metrics: NodeMetrics,
+        tracer: Tracer = NO_TRACER,
+        lane_floor_bytes_per_second: float = 0.0,
     ) -> None:
+        self._tracer = tracer
         self._post = post
         self._config = config
         self._vocabulary_size = vocabulary_size
@@ -86,6 +94,8 @@ class DecodeService:
         self._by_key: dict[engine_port.RequestKey, _Attempt] = {}
         self._current: dict[RequestId, AttemptId] = {}
         self._outputs: dict[Attachment, list[node_pb2.RequestOutput]] = {}
+        self.failures = RecentFailures(self._loop.time)
+        self.lane_health = LaneHealth(self._loop.time, lane_floor_bytes_per_second)
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -146,7 +156,8 @@ class DecodeService:
         )
         deadline_s = message.deadline_ms / 1000 or DEFAULT_DEADLINE_S
         now = self._loop.time()
-        attempt = _Attempt(attempt_id, attachment, message, new_inbound(facts), now, now + deadline_s)
+        trace = AttemptTrace(self._tracer, attempt_id, message)
+        attempt = _Attempt(attempt_id, attachment, message, new_inbound(facts), now, now + deadline_s, trace)
         attempt.deadline = self._loop.call_later(deadline_s, self._deadline_passed, attempt)
         self._attempts[attempt_id] = self._by_key[attempt.key] = attempt
         self._current[attempt_id.request] = attempt_id
@@ -181,17 +192,27 @@ class DecodeService:
 
     def committed(self, transfer: TransferId, account: TransferAccount) -> None:
         self._metrics.kv_transfer_seconds.observe(account.seconds)
+        attempt = self._attempts.get(transfer.attempt_id)
+        if attempt is not None:
+            self.lane_health.committed(NodeId(attempt.transferring_from))
+            attempt.trace.transfer_over(account, "")
         self._transfer_event(transfer, on.Committed(transfer.try_number, account.verified_positions))
 
     def ended(self, transfer: TransferId, reason: str, account: TransferAccount) -> None:
-        log.info("transfer ended", transfer=str(transfer), reason=reason, verified=account.verified_positions)
         self._metrics.kv_transfer_seconds.observe(account.seconds)
         attempt = self._attempts.get(transfer.attempt_id)
+        ids = attempt.trace.log_ids if attempt is not None else {}
+        log.info("transfer ended", reason=reason, verified=account.verified_positions, **naming(transfer), **ids)
+        if attempt is not None:
+            attempt.trace.transfer_over(account, reason if reason != "done" else "")
+            self.lane_health.ended(NodeId(attempt.transferring_from), reason_label(reason))
         if attempt is not None and attempt.state.phase is Phase.ENDING:
             if reason != "done":
                 self._metrics.kv_transfer_failures_total.count("cancelled")
         else:
             self._metrics.kv_transfer_failures_total.count(reason_label(reason))
+            peer = attempt.transferring_from if attempt is not None else ""
+            self.failures.note("transfer", reason, transfer.request, peer)
         self._transfer_event(transfer, on.TransferEnded(transfer.try_number, reason, account.verified_positions))
 
     def _transfer_event(self, transfer: TransferId, event: on.TransferEvent) -> None:
@@ -243,6 +264,7 @@ class DecodeService:
             del self._current[attempt.id.request]
         if attempt.deadline is not None:
             attempt.deadline.cancel()
+        attempt.trace.end()
         if not self._attempts:
             self.idle.set()
 
@@ -277,6 +299,7 @@ class DecodeService:
                 known = label in LOCAL_PREFILL_REASONS or attempt.state.try_number == 0
                 self._metrics.local_prefill_total.count(label if known else "transfer_failed")
                 self._metrics.kv_recomputed_tokens_total.inc(recomputed)
+                attempt.trace.local_prefill(reason, recomputed)
             case on.CountDropped(reason=reason):
                 self._metrics.dropped_total.count(reason)
             case _:
@@ -288,6 +311,7 @@ class DecodeService:
         sampling.CopyFrom(attempt.submit.sampling)
         sampling.choice_index = attempt.submit.choice_index
         attempt.transferring_from = choice.node_id
+        traceparent = attempt.trace.transfer(try_number, choice.node_id)
         assert self._transfers is not None
         self._transfers.begin(
             BeginTransfer(
@@ -299,6 +323,7 @@ class DecodeService:
                 settled=tuple(attempt.submit.settled_token_ids),
                 sampling=sampling.SerializeToString(),
                 deadline_s=max(0.001, attempt.deadline_at - self._loop.time()),
+                traceparent=traceparent,
             )
         )
 
@@ -314,12 +339,14 @@ class DecodeService:
         self._metrics.generation_tokens_total.inc()
         if attempt.last_token_at is None:
             self._metrics.time_to_first_token_seconds.observe(now - attempt.arrived_at)
+            attempt.trace.first_token(now - attempt.arrived_at)
         else:
             self._metrics.inter_token_latency_seconds.observe(now - attempt.last_token_at)
         attempt.last_token_at = now
         if token.prompt_account is not None:
             cached, transferred, computed = token.prompt_account
             self._metrics.prefix_cached_tokens_total.inc(cached)
+            attempt.trace.prompt(cached, transferred, computed)
             output.prompt_account.cached = cached
             output.prompt_account.transferred = transferred
             output.prompt_account.computed = computed
@@ -330,11 +357,13 @@ class DecodeService:
         self._outputs.setdefault(attempt.attachment, []).append(output)
 
     def _emit_end(self, attempt: _Attempt, finish_reason: FinishReason, reason: str) -> None:
-        log.info("attempt ended", request=attempt.id.request, attempt=attempt.id.attempt, reason=reason)
+        log.info("attempt ended", reason=reason, **naming(attempt.id), **attempt.trace.log_ids)
         output = node_pb2.RequestOutput(
             request_id=attempt.id.request, attempt=attempt.id.attempt, finish_reason=FINISH_REASONS[finish_reason]
         )
         if finish_reason is FinishReason.FAILED:
+            attempt.trace.failed(reason)
+            self.failures.note("attempt", reason, attempt.id.request, "")
             output.failure = reason
             output.retryable = reason not in FINAL_FAILURES
         self._count_end(attempt, finish_reason)

@@ -22,6 +22,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from foundation.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span as OpenTelemetrySpan
@@ -106,6 +108,12 @@ class NoTracer:
 
 
 NO_TRACER: Tracer = NoTracer()
+
+
+def require_collector_address(endpoint: str | None) -> None:
+    """Raises ConfigurationError naming --otlp-traces-endpoint when it is no http:// or https:// URL with a port."""
+    if endpoint is not None and not re.fullmatch(r"https?://[^/:]+:\d{1,5}/?", endpoint):
+        raise ConfigurationError("--otlp-traces-endpoint", f"must be http://host:port or https://host:port, not {endpoint!r}")
 
 
 def open_tracer(endpoint: str | None, service: str, identity: Attributes = NONE) -> Tracer:

@@ -82,6 +82,11 @@ class Announcer:
         self._entry = entry
         self._announced: bool | None = None
 
+    @property
+    def announced(self) -> bool:
+        """Whether the registry took the last announcement."""
+        return self._announced is True
+
     async def run(self) -> None:
         """Runs until cancelled. Losing and finding the registry are logged once each."""
         while True:

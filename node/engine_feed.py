@@ -7,7 +7,7 @@ Must not know: roles, requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from decant_proto.v1 import node_pb2
@@ -15,6 +15,7 @@ from decant_proto.v1 import node_pb2
 from engine.port import EngineStatus
 from foundation.ids import NodeId
 from foundation.metrics import NodeMetrics
+from node.health import Problem, serves_alone
 
 NO_LANES: Mapping[NodeId, float] = MappingProxyType({})
 
@@ -26,6 +27,7 @@ class EngineFeed:
         self._steps = 0
         self._step_tokens = 0
         self._skips: dict[str, int] = {}
+        self._preemptions = 0
         self._load = (0, 0)
 
     def load_changed(self) -> bool:
@@ -40,6 +42,8 @@ class EngineFeed:
         tokens, self._step_tokens = status.step_tokens - self._step_tokens, status.step_tokens
         for _ in range(steps):  # more than one when a step had nothing to report, or this thread was late
             self._metrics.step_tokens.observe(tokens / steps)
+        self._metrics.preemptions_total.inc(status.preemptions - self._preemptions)
+        self._preemptions = status.preemptions
         for reason, total in status.skips.items():
             self._metrics.scheduler_skips_total.count(reason, total - self._skips.get(reason, 0))
             self._skips[reason] = total
@@ -51,13 +55,20 @@ class EngineFeed:
         self._metrics.kv_blocks.set(free=status.blocks_free, cached=status.blocks_cached, in_use=status.blocks_in_use)
 
     def node_status(
-        self, problems: tuple[str, ...], draining: bool, epoch: int, lanes: Mapping[NodeId, float] = NO_LANES
+        self,
+        problems: Sequence[Problem],
+        draining: bool,
+        epoch: int,
+        lanes: Mapping[NodeId, float] = NO_LANES,
+        broken_lanes: Iterable[NodeId] = (),
     ) -> node_pb2.NodeStatus:
         """`lanes`: bytes a second from each peer."""
         status = self._status()
         return node_pb2.NodeStatus(
             ready=not problems,
-            not_ready_reasons=problems,
+            not_ready_reasons=[problem.name for problem in problems],
+            serves_alone=serves_alone(problems),
+            broken_lanes=broken_lanes,
             draining=draining,
             running=status.running,
             waiting=status.waiting,

@@ -14,9 +14,9 @@ import asyncio
 import gc
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import uvloop
 from decant_proto.v1 import node_pb2, node_pb2_grpc
@@ -27,7 +27,9 @@ from foundation.ids import Incarnation, NodeId
 from foundation.log import configure, get_logger
 from foundation.metrics import NodeMetrics
 from foundation.registry_entry import NodeEntry
+from foundation.tracing import NO_TRACER, Tracer, open_tracer
 from node.announcer import Announcer, open_registry
+from node.detail import RecentFailures, TransfersNow, node_detail
 from node.engine_feed import EngineFeed
 from node.engine_link import EngineLink
 from node.engine_setup import ReadyEngine, prepare_engine
@@ -52,6 +54,7 @@ class NodeService(RequestHandler, Protocol):
 
     draining: bool
     idle: asyncio.Event
+    failures: RecentFailures
 
     def drain(self) -> None: ...
 
@@ -72,6 +75,13 @@ class Role(Protocol):
     def lanes(self) -> Mapping[NodeId, float]:
         """Decode nodes: bytes a second from each prefill node that they are paired with."""
 
+    @property
+    def broken_lanes(self) -> Iterable[NodeId]:
+        """Decode nodes: the prefill nodes from which no KV comes now."""
+
+    def transfers_now(self) -> TransfersNow:
+        """For people: asked for /metrics, for /health, and while a router watches."""
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
@@ -87,6 +97,7 @@ class NodeParts:
     metrics: NodeMetrics
     health: Health
     endpoint: GrpcEndpoint
+    tracer: Tracer = NO_TRACER
 
 
 Assemble = Callable[[NodeParts], Role]
@@ -106,12 +117,25 @@ def run_node(options: NodeOptions, assemble: Assemble) -> int:
         return runner.run(_Host(options, incarnation).serve(assemble))
 
 
+class _Serving(NamedTuple):
+    engine: EngineLink
+    role: Role
+    streams: RouterStreams
+
+
 class _Host:
     def __init__(self, options: NodeOptions, incarnation: Incarnation) -> None:
         self._options = options
         self._entry = NodeEntry(NodeId(options.node_id), options.role, options.control_address, incarnation)
         self._metrics = NodeMetrics()
         self._feed: EngineFeed | None = None
+        self._serving: _Serving | None = None
+        self._announcer: Announcer | None = None
+        self._tracer = open_tracer(
+            options.otlp_traces_endpoint,
+            f"decant-{options.role.value}",
+            {"service.instance.id": options.node_id, "decant.incarnation": f"{incarnation:016x}"},
+        )
         self._state = "loading_model"
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -121,14 +145,15 @@ class _Host:
         loop.set_exception_handler(self._callback_failed)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, None)
-        health = Health(loop.time)
+        health = self._health = Health(loop.time)
         health.add(lambda: self._state or None)
-        http = HttpEndpoint(health, self._exposition)
+        http = HttpEndpoint(health, self._exposition, self._parts)
         await http.start(self._options.host, self._options.http_port)
         try:
             return await self._serve_with_engine(health, assemble)
         finally:
             await http.stop()
+            self._tracer.close()
 
     async def _serve_with_engine(self, health: Health, assemble: Assemble) -> int:
         loop = asyncio.get_running_loop()
@@ -137,16 +162,21 @@ class _Host:
         gc.freeze()  # what was built stays: collections need not walk it again
         engine = EngineLink(ready.engine, loop)
         endpoint = GrpcEndpoint()
-        role = assemble(NodeParts(self._entry, ready, engine, self._metrics, health, endpoint))
+        role = assemble(NodeParts(self._entry, ready, engine, self._metrics, health, endpoint, self._tracer))
         feed = self._feed = EngineFeed(engine.status, self._metrics)
         progress = EngineProgress(loop.time, max(self._options.silence_limit_s, 3 * ready.step_limit_s))
         health.add(lambda: progress.observe(engine.status().steps, engine.status().has_work))
 
         def status() -> node_pb2.NodeStatus:
-            problems = tuple(problem.name for problem in health.problems())
-            return feed.node_status(problems, role.service.draining, role.epoch, role.lanes)
+            return feed.node_status(
+                health.problems(), role.service.draining, role.epoch, role.lanes, role.broken_lanes
+            )
 
-        streams = RouterStreams(role.service, self._hello(ready), status, self._options.heartbeat_s)
+        def detail() -> node_pb2.NodeDetail:
+            return node_detail(engine.status(), role.transfers_now(), role.service.failures.views())
+
+        streams = RouterStreams(role.service, self._hello(ready), status, self._options.heartbeat_s, detail)
+        self._serving = _Serving(engine, role, streams)
 
         def events_arrived(events: Sequence[EngineEvent]) -> None:
             feed.after_step()
@@ -171,7 +201,7 @@ class _Host:
     async def _serve_until_stopped(
         self, role: Role, streams: RouterStreams, endpoint: GrpcEndpoint, health: Health
     ) -> int:
-        announcer = Announcer(open_registry(self._options.registry), self._entry)
+        announcer = self._announcer = Announcer(open_registry(self._options.registry), self._entry)
         self._state = ""
         announcing = self._background(announcer.run(), "announce")
         self._background(streams.push_status(), "push status")
@@ -209,8 +239,16 @@ class _Host:
             log.info("drained")
 
     async def _publish_readiness(self, endpoint: GrpcEndpoint, health: Health) -> None:
+        said: set[str] = set()
         while True:
-            await endpoint.set_ready(not health.problems())
+            problems = health.problems()
+            for problem in problems:
+                if problem.name not in said:
+                    log.warning("not ready", reason=problem.name, detail=problem.detail or None)
+            if said and not problems:
+                log.info("ready again", after=sorted(said))
+            said = {problem.name for problem in problems}
+            await endpoint.set_ready(not problems)
             await asyncio.sleep(self._options.heartbeat_s)
 
     def _hello(self, ready: ReadyEngine) -> node_pb2.NodeHello:
@@ -227,7 +265,33 @@ class _Host:
     def _exposition(self) -> tuple[bytes, str]:
         if self._feed is not None:
             self._feed.before_exposition()
+        if self._serving is not None:
+            self._serving.role.transfers_now().export(self._metrics)
+        self._metrics.show_problems({problem.name: problem.since_s for problem in self._health.problems()})
+        self._metrics.registry_up.set(self._announcer is not None and self._announcer.announced)
         return self._metrics.exposition(), CONTENT_TYPE_LATEST
+
+    def _parts(self) -> dict[str, Any]:
+        """How each part is, for people who read /health."""
+        if self._serving is None:
+            return {}
+        engine, role, streams = self._serving
+        status, transfers = engine.status(), role.transfers_now()
+        return {
+            "engine": {"steps": status.steps, "has_work": status.has_work, "running": status.running},
+            "data_plane": {
+                "lanes": {
+                    peer: {"lane": lane.name, "gigabytes_per_second": round(lane.bytes_per_second / 1e9, 3)}
+                    for peer, lane in transfers.lanes.items()
+                },
+                "broken": dict(transfers.broken),
+                "transfers": len(transfers.in_flight),
+                "quarantined_arenas": transfers.quarantined_arenas,
+            },
+            "peers": {"routers": streams.routers},
+            "registry": {"announced": self._announcer is not None and self._announcer.announced},
+            "draining": role.service.draining,
+        }
 
     # Ends.
 

@@ -6,19 +6,27 @@ Must not know: roles, the engine.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 
 from foundation.errors import ConfigurationError
-from node.health import Health
+from node.health import Health, Problem
 
 
 class HttpEndpoint:
-    """`exposition` gives the metrics in Prometheus' text format and its content type."""
+    """`exposition` gives the metrics in Prometheus' text format and its content type; `parts` says how each part of the node is,
+    ready or not."""
 
-    def __init__(self, health: Health, exposition: Callable[[], tuple[bytes, str]]) -> None:
+    def __init__(
+        self,
+        health: Health,
+        exposition: Callable[[], tuple[bytes, str]],
+        parts: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
         self._health = health
         self._exposition = exposition
+        self._parts = parts
         application = web.Application()
         application.router.add_get("/live", self._live)
         application.router.add_get("/health", self._ready)
@@ -45,10 +53,16 @@ class HttpEndpoint:
         problems = self._health.problems()
         body = {
             "status": "not_ready" if problems else "ready",
-            "reasons": [{"reason": problem.name, "since_s": round(problem.since_s, 3)} for problem in problems],
+            "reasons": [_reason(problem) for problem in problems],
+            "parts": self._parts(),
         }
         return web.json_response(body, status=503 if problems else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         body, content_type = self._exposition()
         return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def _reason(problem: Problem) -> dict[str, str | float]:
+    reason: dict[str, str | float] = {"reason": problem.name, "since_s": round(problem.since_s, 3)}
+    return reason | {"detail": problem.detail} if problem.detail else reason

@@ -12,6 +12,7 @@ from typing import ClassVar
 from foundation.config import Options, derived, option
 from foundation.errors import ConfigurationError
 from foundation.registry_entry import Role
+from foundation.tracing import require_collector_address
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 HIGHEST_PORT = 65535
@@ -115,6 +116,9 @@ class NodeOptions(Options):
     enable_test_faults: bool = option(
         False, "obey DECANT_TEST_FAULTS, which harms transfers on purpose: for tests only"
     )
+    otlp_traces_endpoint: str | None = option(
+        None, "OpenTelemetry collector (gRPC) to which traces are sent: http://host:4317 (default: none are made)"
+    )
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = option("auto", "auto: console on a terminal, else json", choices=("auto", "json", "console"))
 
@@ -138,6 +142,7 @@ class NodeOptions(Options):
             raise ConfigurationError(
                 "--registry", f"must be redis://host:port or host:port of a router's gRPC server, not {self.registry!r}"
             )
+        require_collector_address(self.otlp_traces_endpoint)
         ports = {"--control-port": self.control_port, "--data-port": self.data_port, "--http-port": self.http_port}
         if len(set(ports.values())) < len(ports):
             raise ConfigurationError(" / ".join(ports), f"must differ, not {tuple(ports.values())}")
@@ -170,4 +175,9 @@ class DecodeOptions(NodeOptions):
     staging_bytes: int = option(512 * MIB, "memory for slots in which KV arrives", minimum=64 * KIB, sized=True)
     quarantine_arenas: int = option(
         2, "most arenas of lost peers that wait for proof that nothing can write into them", minimum=1, maximum=64
+    )
+    min_lane_gigabytes_per_second: float = option(
+        0.0,
+        "a lane that was measured slower is not used, and with no other this node is not ready; 0: any will do",
+        minimum=0,
     )

@@ -26,6 +26,8 @@ OUTBOX_LIMIT = 4096
 """Messages that may wait for one slow router; beyond it the router is detached, which cancels its requests."""
 MOST_ROUTERS = 64
 STATUS_AT_MOST_EVERY_S = 0.05
+DETAIL_AT_MOST_EVERY_S = 0.2
+LONGEST_WATCH_S = 60.0
 
 log = get_logger()
 
@@ -37,6 +39,8 @@ class Attachment:
         self.router_id = router_id
         self.lease_s = lease_s
         self.open = True
+        self.watched_until = 0.0
+        """On the loop's clock: so long this router wants to hear what the node does in detail."""
         self._outbox: asyncio.Queue[node_pb2.NodeMessage | None] = asyncio.Queue(OUTBOX_LIMIT)
         self.end_reason = ""
 
@@ -72,7 +76,8 @@ class RequestHandler(Protocol):
 
 
 class RouterStreams(node_pb2_grpc.NodeServicer):
-    """`hello` and `status` build the messages of the same name; `status` is asked for each push."""
+    """`hello`, `status` and `detail` build the messages of the same name; `status` is asked for each push, `detail` only while
+    some router watches."""
 
     def __init__(
         self,
@@ -80,8 +85,11 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
         hello: node_pb2.NodeHello,
         status: Callable[[], node_pb2.NodeStatus],
         heartbeat_s: float,
+        detail: Callable[[], node_pb2.NodeDetail] = node_pb2.NodeDetail,
     ) -> None:
         self._handler = handler
+        self._detail = detail
+        self._detail_sent_at = 0.0
         self._hello = hello
         self._status = status
         self._heartbeat_s = heartbeat_s
@@ -112,6 +120,15 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
         if self._attachments:
             message = node_pb2.NodeMessage(status=self._status())
             for attachment in self._attachments:
+                attachment.send(message)
+            self._push_detail(asyncio.get_running_loop().time())
+
+    def _push_detail(self, now: float) -> None:
+        watching = [attachment for attachment in self._attachments if attachment.watched_until > now]
+        if watching and now - self._detail_sent_at >= DETAIL_AT_MOST_EVERY_S:
+            self._detail_sent_at = now
+            message = node_pb2.NodeMessage(detail=self._detail())
+            for attachment in watching:
                 attachment.send(message)
 
     def close(self, reason: str) -> None:
@@ -179,5 +196,9 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
                 self._handler.cancel(attachment, message.cancel)
             case "heartbeat":
                 pass
+            case "watch":
+                watched_s = min(message.watch.for_ms / 1000, LONGEST_WATCH_S)
+                attachment.watched_until = asyncio.get_running_loop().time() + watched_s
+                self.status_changed()
             case other:
                 log.warning("router message ignored", router=attachment.router_id, kind=other)

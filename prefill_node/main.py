@@ -5,7 +5,7 @@ Only a node's main knows both engine and transfers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from foundation.ids import NodeId
@@ -13,6 +13,7 @@ from foundation.keys import MasterKeys, NodeKeys, read_key_file
 from kv_transfer.driver import MeteredTransfers
 from kv_transfer.prefill_driver import PrefillDriver
 from kv_transfer.transport.base import Transport
+from node.detail import TransfersNow
 from node.host import NodeParts, run_node
 from node.options import PrefillOptions
 from node.transfer_setup import (
@@ -43,8 +44,13 @@ class PrefillRole:
         self._parts = parts
         self._keys = keys.for_node(parts.entry.node_id) if isinstance(keys, MasterKeys) else keys
         self.service = PrefillService(
-            parts.engine.post, parts.ready.config, parts.ready.parts.fingerprint.vocabulary_size, parts.metrics
+            parts.engine.post,
+            parts.ready.config,
+            parts.ready.parts.fingerprint.vocabulary_size,
+            parts.metrics,
+            parts.tracer,
         )
+        self._observer = MeteredTransfers(parts.metrics)
         self._transport: Transport | None = None
         self._driver: PrefillDriver | None = None
 
@@ -55,6 +61,18 @@ class PrefillRole:
     @property
     def lanes(self) -> Mapping[NodeId, float]:
         return {}
+
+    @property
+    def broken_lanes(self) -> Iterable[NodeId]:
+        return ()
+
+    def transfers_now(self) -> TransfersNow:
+        if self._driver is None:
+            return TransfersNow()
+        observer = self._observer
+        return TransfersNow(
+            self._driver.progress(), observer.lanes, slots=observer.slot_states, moved_bytes=observer.moved_bytes
+        )
 
     async def start(self) -> None:
         self._transport = open_transport()
@@ -68,7 +86,7 @@ class PrefillRole:
             self._keys,
             self.service,
             lambda: engine_progress(self._parts.engine.status()),
-            MeteredTransfers(self._parts.metrics),
+            self._observer,
             faults_wanted(self._options),
         )
         self.service.use(self._driver)

@@ -22,9 +22,11 @@ from engine import port as engine_port
 from engine.config import EngineConfig
 from engine.port import Cancel, EngineEvent, Mode, ReleaseKv, RequestKey, Submit
 from foundation.ids import TransferId
-from foundation.log import get_logger
+from foundation.log import get_logger, naming
 from foundation.metrics import NodeMetrics
+from foundation.tracing import NO_TRACER, Attributes, Span, Tracer
 from kv_transfer.port import PrefillRequest, PrefillTransfers, SettledToken
+from node.detail import RecentFailures
 from node.router_stream import Attachment
 from node.wire import sampling_from_wire, unsound_sampling
 
@@ -53,6 +55,7 @@ class _Prefill:
     length: int
     declined: bool
     arrived_at: float
+    span: Span
     stage: Stage = Stage.QUEUED
 
 
@@ -69,7 +72,9 @@ class PrefillService:
         config: EngineConfig,
         vocabulary_size: int,
         metrics: NodeMetrics,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._tracer = tracer
         self._post = post
         self._config = config
         self._vocabulary_size = vocabulary_size
@@ -77,6 +82,7 @@ class PrefillService:
         self._transfers: PrefillTransfers | None = None
         self._loop = asyncio.get_running_loop()
         self._prefills: dict[RequestKey, _Prefill] = {}
+        self.failures = RecentFailures(self._loop.time)
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -100,14 +106,17 @@ class PrefillService:
             return
         refusal, retry_after_s = self._refusal(request, sampling)
         if refusal is not None:
-            log.info("prefill refused", transfer=str(request.transfer), reason=refusal)
+            span = self._begin_span(request)
+            log.info("prefill refused", reason=refusal, **naming(request.transfer), **span.log_ids)
+            span.end(f"refused: {refusal}")
             transfers.refuse(request.transfer, refusal, retry_after_s)
             return
         key = request_key(request.transfer)
         assert key not in self._prefills, f"{key} asked twice"
         declined = request.choices > 1 or bool(sampling.grammar)
         length = len(request.prompt) + len(request.settled)
-        self._prefills[key] = _Prefill(request.transfer, length, declined, self._loop.time())
+        span = self._begin_span(request)
+        self._prefills[key] = _Prefill(request.transfer, length, declined, self._loop.time(), span)
         self.idle.clear()
         self._metrics.prompt_tokens_total.inc(len(request.prompt))
         self._post(
@@ -120,6 +129,15 @@ class PrefillService:
                 choice_index=sampling.choice_index,
             )
         )
+
+    def _begin_span(self, request: PrefillRequest) -> Span:
+        attributes: Attributes = {
+            "gen_ai.request.id": request.transfer.request,
+            "gen_ai.usage.input_tokens": len(request.prompt),
+            "decant.attempt": request.transfer.attempt,
+            "decant.transfer.try": request.transfer.try_number,
+        }
+        return self._tracer.begin("prefill", request.traceparent, "server", attributes)
 
     def _refusal(self, request: PrefillRequest, sampling: types_pb2.SamplingParameters) -> tuple[str | None, float]:
         if self.draining:
@@ -148,6 +166,8 @@ class PrefillService:
             case _:
                 assert_never(prefill.stage)
         self._metrics.e2e_request_latency_seconds.observe(self._loop.time() - prefill.arrived_at)
+        prefill.span.set({"decant.released": reason})
+        prefill.span.end("" if prefill.stage is Stage.COMPUTED else reason)
         if not self._prefills:
             self.idle.set()
 
@@ -176,6 +196,7 @@ class PrefillService:
     def _reserved(self, prefill: _Prefill, event: engine_port.PrefillReserved) -> None:
         prefill.stage = Stage.COMPUTING
         self._metrics.prefix_cached_tokens_total.inc(event.cached_positions)
+        prefill.span.event("blocks_reserved", {"decant.prompt.cached_tokens": event.cached_positions})
         self._answerer().reserved(
             prefill.transfer, event.block_ids, event.owner_words, event.cached_positions, prefill.length
         )
@@ -183,6 +204,7 @@ class PrefillService:
     def _sampled(self, prefill: _Prefill, event: engine_port.TokenSampled) -> None:
         """The engine says KvComputed for the whole history before it says the token."""
         prefill.stage = Stage.COMPUTED
+        prefill.span.event("first_token", {"decant.declined": prefill.declined})
         self._metrics.time_to_first_token_seconds.observe(self._loop.time() - prefill.arrived_at)
         if prefill.declined:
             self._answerer().first_token(prefill.transfer, None)
@@ -192,7 +214,9 @@ class PrefillService:
         self._answerer().first_token(prefill.transfer, (SettledToken(event.token_id, event.logprob, top),))
 
     def _failed(self, prefill: _Prefill, reason: str) -> None:
-        log.warning("prefill failed", transfer=str(prefill.transfer), reason=reason)
+        log.warning("prefill failed", reason=reason, **naming(prefill.transfer), **prefill.span.log_ids)
+        self.failures.note("prefill", reason, prefill.transfer.request, "")
+        prefill.span.end(reason)
         if prefill.stage is not Stage.QUEUED:
             prefill.stage = Stage.FAILED
             self._answerer().failed(prefill.transfer, reason)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from foundation.config import Options, option
 from foundation.errors import ConfigurationError
+from foundation.tracing import require_collector_address
 
 MIB = 2**20
 HIGHEST_PORT = 65535
@@ -47,10 +48,14 @@ class RouterOptions(Options):
     silence_limit_s: float = option(2.0, "a node that says nothing for so long is given up", minimum=0.1, maximum=600)
     heartbeat_s: float = option(0.5, "time between two heartbeats", minimum=0.01, maximum=60)
     drain_grace_s: float = option(60.0, "after SIGTERM: time for requests in flight to end", minimum=0, maximum=3600)
+    otlp_traces_endpoint: str | None = option(
+        None, "OpenTelemetry collector (gRPC) to which traces are sent: http://host:4317 (default: none are made)"
+    )
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = option("auto", "auto: console on a terminal, else json", choices=("auto", "json", "console"))
 
     def check(self) -> None:
+        require_collector_address(self.otlp_traces_endpoint)
         if self.http_port == self.grpc_port:
             raise ConfigurationError("--grpc-port", f"must differ from --http-port ({self.http_port})")
         if self.registry != EMBEDDED and not self.registry.startswith(REDIS_SCHEMES):

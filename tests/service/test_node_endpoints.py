@@ -51,7 +51,7 @@ async def url(problems: list[str]) -> AsyncIterator[str]:
 async def test_f23_liveness_stays_while_readiness_names_what_is_wrong(url: str, problems: list[str]) -> None:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{url}/health") as answer:
-            assert (answer.status, await answer.json()) == (200, {"status": "ready", "reasons": []})
+            assert (answer.status, await answer.json()) == (200, {"status": "ready", "reasons": [], "parts": {}})
         problems.append("draining")
         async with session.get(f"{url}/health") as answer:
             body = await answer.json()

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 from engine.port import EngineStatus
+from foundation.ids import NodeId
 from foundation.metrics import NodeMetrics
 from node.engine_feed import EngineFeed
-from node.health import EngineProgress, Health
+from node.health import EngineProgress, Health, LaneHealth, Problem, serves_alone
 
 
 class Clock:
@@ -40,7 +41,7 @@ def test_f25_an_engine_that_has_work_and_makes_no_step_is_stalled_after_the_limi
     progress = EngineProgress(clock, limit_s=2.0)
     assert progress.observe(steps=5, has_work=True) is None
     clock.now += 2.1
-    assert progress.observe(steps=5, has_work=True) == "engine_stalled"
+    assert progress.observe(steps=5, has_work=True) == Problem("engine_stalled", 2.1, "no step after step 5")
     assert progress.observe(steps=6, has_work=True) is None
 
 
@@ -50,6 +51,76 @@ def test_f14_a_slow_engine_is_no_stalled_one() -> None:
     for step in range(5):
         clock.now += 1.9
         assert progress.observe(steps=step, has_work=True) is None
+
+
+def lane_health(clock: Clock, floor: float = 0.0) -> LaneHealth:
+    return LaneHealth(clock, floor)
+
+
+P0, P1 = NodeId("p0"), NodeId("p1")
+
+
+def test_f25_a_data_plane_over_which_nothing_comes_is_named_with_its_peer_and_age() -> None:
+    clock = Clock()
+    lanes = lane_health(clock)
+    lanes.ended(P0, "transfer_stalled")
+    assert lanes.check() is None, "once is no pattern"
+    lanes.ended(P0, "transfer_stalled")
+    clock.now += 1.5
+    assert lanes.broken() == {P0: "transfer_stalled"}
+    problem = lanes.check()
+    assert problem is not None
+    assert (problem.name, problem.since_s, problem.detail) == ("data_plane", 1.5, "p0: transfer_stalled")
+    assert serves_alone([problem])
+    assert not serves_alone([problem, Problem("draining", 0.0)])
+    assert not serves_alone([])
+
+
+def test_f25_a_broken_lane_rests_longer_each_time_and_one_success_mends_it() -> None:
+    clock = Clock()
+    lanes = lane_health(clock)
+    rests = []
+    for _ in range(8):
+        lanes.ended(P0, "dial_timeout")
+        begun = clock.now
+        while lanes.broken():
+            clock.now += 1
+        rests.append(clock.now - begun)
+    assert rests == [0, 2, 4, 8, 16, 30, 30, 30]
+    lanes.committed(P0)
+    lanes.ended(P0, "dial_timeout")
+    assert lanes.broken() == {}
+
+
+def test_a_broken_lane_beside_one_that_works_is_no_problem_of_the_node() -> None:
+    lanes = lane_health(Clock())
+    lanes.committed(P1)
+    for _ in range(2):
+        lanes.ended(P0, "self_test_timeout")
+    assert set(lanes.broken()) == {P0}
+    assert lanes.check() is None
+
+
+def test_what_a_peer_is_to_blame_for_breaks_no_lane() -> None:
+    lanes = lane_health(Clock())
+    for reason in ("prefill_stalled", "silent", "refused", "peer_closed", "bad_digest", "cancelled"):
+        lanes.ended(P0, reason)
+        lanes.ended(P0, reason)
+    assert lanes.broken() == {}
+
+
+def test_f26_a_lane_below_the_floor_is_named_with_both_figures_until_it_is_measured_anew() -> None:
+    clock = Clock()
+    lanes = lane_health(clock, floor=10e9)
+    lanes.measured(P0, 0.5e9)
+    problem = lanes.check()
+    assert problem is not None
+    assert problem.detail == "p0: lane_too_slow: 0.5 GB/s, less than 10"
+    lanes.committed(P0)
+    assert lanes.check() is not None, "that something crossed it does not make it faster"
+    clock.now += 91
+    lanes.measured(P0, 12e9)
+    assert lanes.check() is None
 
 
 def test_an_idle_engine_is_never_stalled() -> None:
@@ -80,7 +151,8 @@ def test_the_feed_counts_each_step_and_each_skip_once() -> None:
 
 def test_cached_blocks_that_nobody_uses_count_as_free_for_routers() -> None:
     status = EngineStatus(blocks_free=3, blocks_cached=4, blocks_in_use=5, blocks_total=12)
-    message = EngineFeed(lambda: status, NodeMetrics()).node_status(("draining",), draining=True, epoch=7)
+    problems = [Problem("draining", 1.0)]
+    message = EngineFeed(lambda: status, NodeMetrics()).node_status(problems, draining=True, epoch=7)
     assert (message.blocks_free, message.blocks_total, message.ready, message.epoch) == (7, 12, False, 7)
 
 
