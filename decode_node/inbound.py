@@ -77,6 +77,8 @@ class Facts:
     rules: FinishRules
     local_reason: str = "no_prefill_node"
     """Why there is no prefill choice."""
+    forks: bool = False
+    """Another attempt here gets the KV of the same prompt, and the engine shares it."""
 
     @property
     def history_length(self) -> int:
@@ -138,6 +140,8 @@ def handle(state: Inbound, event: Event) -> Step:
 
 
 def _submitted(state: Inbound, event: Submitted) -> Step:
+    if state.facts.forks and state.facts.prefill_choices == 0:
+        return replace(state, phase=Phase.RUNNING), (SubmitToEngine(await_kv=False),)
     if state.facts.prefill_choices == 0:
         local = CountLocalPrefill(state.facts.local_reason, 0)
         return replace(state, phase=Phase.RUNNING), (local, SubmitToEngine(await_kv=False))

@@ -19,7 +19,7 @@ from decant_proto.v1 import node_pb2, types_pb2
 from decode_node import inbound_events as on
 from decode_node.inbound import Facts, Inbound, Phase, handle, new_inbound
 from decode_node.attempt_trace import AttemptTrace
-from decode_node.submission import refused_submission, start_engine_request
+from decode_node.submission import refused_submission, request_key, start_engine_request
 from engine import port as engine_port
 from engine.config import EngineConfig
 from engine.port import Cancel, EngineEvent, FinishReason, ReserveKv, StartFromKv
@@ -38,7 +38,9 @@ DEFAULT_DEADLINE_S = 600.0
 ATTEMPTS_A_SEAT = 8
 """Attempts held for each sequence of a step; beyond that new ones are refused with a retry hint."""
 RETRY_AFTER_S = 1.0
-FINAL_FAILURES = frozenset({"prompt_too_long", "invalid_grammar", "prompt_empty", "nothing_to_generate", "deadline"})
+FINAL_FAILURES = frozenset(
+    {"prompt_too_long", "invalid_grammar", "prompt_empty", "nothing_to_generate", "nothing_allowed", "deadline"}
+)
 """Failures that would meet the attempt on every other node too."""
 
 log = get_logger()
@@ -60,10 +62,6 @@ class _Attempt:
     @property
     def key(self) -> engine_port.RequestKey:
         return request_key(self.id)
-
-
-def request_key(attempt: AttemptId) -> engine_port.RequestKey:
-    return engine_port.RequestKey(f"{attempt.request}/{attempt.attempt}")
 
 
 def reason_label(reason: str) -> str:
@@ -153,6 +151,7 @@ class DecodeService:
             block_size=self._config.block_size,
             rules=finish_rules(len(message.prompt_token_ids), sampling, self._config),
             local_reason=message.local_reason or "no_prefill_node",
+            forks=bool(message.fork_of),
         )
         deadline_s = message.deadline_ms / 1000 or DEFAULT_DEADLINE_S
         now = self._loop.time()
@@ -324,6 +323,7 @@ class DecodeService:
                 sampling=sampling.SerializeToString(),
                 deadline_s=max(0.001, attempt.deadline_at - self._loop.time()),
                 traceparent=traceparent,
+                choices=max(1, attempt.submit.choices),
             )
         )
 

@@ -10,10 +10,15 @@ from __future__ import annotations
 from decant_proto.v1 import node_pb2
 
 from engine.port import Mode, RequestKey, Submit
+from foundation.ids import AttemptId, RequestId
 from node.wire import sampling_from_wire, unsound_sampling
 
 MOST_PREFILL_CHOICES = 16
 LONGEST_REQUEST_ID = 256
+
+
+def request_key(attempt: AttemptId) -> RequestKey:
+    return RequestKey(f"{attempt.request}/{attempt.attempt}")
 
 
 def refused_submission(message: node_pb2.Submit, vocabulary_size: int) -> str | None:
@@ -33,6 +38,7 @@ def refused_submission(message: node_pb2.Submit, vocabulary_size: int) -> str | 
 
 
 def start_engine_request(key: RequestKey, message: node_pb2.Submit, await_kv: bool) -> Submit:
+    fork_of = request_key(AttemptId(RequestId(message.fork_of), message.fork_attempt)) if message.fork_of else None
     return Submit(
         key=key,
         prompt=tuple(message.prompt_token_ids),
@@ -40,4 +46,5 @@ def start_engine_request(key: RequestKey, message: node_pb2.Submit, await_kv: bo
         mode=Mode.AWAIT_KV if await_kv else Mode.GENERATE,
         settled=tuple(message.settled_token_ids),
         choice_index=message.choice_index,
+        fork_of=None if await_kv else fork_of,
     )

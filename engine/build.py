@@ -157,4 +157,5 @@ def _decoder_program(
         report: list[str] = []
         if options.linear_forms == "measured":
             report = choose_forms(decoder.linears(), options.linear_copy_bytes, dtype, device)
-    return DecoderProgram(decoder, PagedAttention(storage, model.heads, dtype), device), source.fingerprint(), report
+    program = DecoderProgram(decoder, PagedAttention(storage, model.heads, dtype), device, storage)
+    return program, source.fingerprint(), report

@@ -8,6 +8,7 @@ How one request uses it:
 - alone on a node:     Submit(GENERATE) ... TokenSampled* (the last one carries finish_reason)
 - on a prefill node:   Submit(PREFILL_ONLY), PrefillReserved, KvComputed*, TokenSampled (the first token), ReleaseKv
 - on a decode node:    Submit(AWAIT_KV), ReserveKv, KvReserved | KvUnavailable, then StartFromKv, TokenSampled*
+- its further choices: Submit(GENERATE, fork_of) ... TokenSampled*
 
 Must not know: torch, UCX, gRPC.
 """
@@ -63,6 +64,10 @@ class SamplingParameters:
 
     grammar: str = ""
     """What the answer must follow, in llguidance's form; then min_tokens is 0 and ignore_eos False. A prefill node has none."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else may be drawn; empty: anything."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that may not stand in the answer: the last token of each is banned where the others have come."""
 
     @property
     def penalizes(self) -> bool:
@@ -84,6 +89,9 @@ class Submit:
     mode: Mode = Mode.GENERATE
     settled: tuple[int, ...] = ()
     choice_index: int = 0
+    fork_of: RequestKey | None = None
+    """Another choice of the same prompt, with GENERATE. As soon as the KV of the prompt stands in the blocks of that request,
+    this one reads them too; if that one ends or gives them up before, the prompt is computed here as any other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Stage(Enum):
     """Where a request stands. The comment names what it holds."""
 
     WAITING = "waiting"  # nothing; wants blocks and a seat in the batch
+    FORKING = "forking"  # nothing; the KV of its prompt comes to another request
     AWAITING = "awaiting"  # nothing; AWAIT_KV before ReserveKv
     RESERVING = "reserving"  # nothing; AWAIT_KV, wants blocks
     RESERVED = "reserved"  # blocks that a transfer writes: not to be preempted
@@ -91,6 +92,8 @@ class Request:
     """Positions that the prefix cache provided when the blocks were taken."""
     reserve_end: int = 0
     """End position of a reservation that waits its turn."""
+    fork_of: RequestKey | None = None
+    """Whose KV of the same prompt is to be shared; None once it is, or never will be."""
     grammar: Grammar | None = None
     """What the answer must follow; always that of the whole history, or behind it."""
     account: PromptAccount | None = None
@@ -104,6 +107,11 @@ class Request:
 
 
 def open_request(command: Submit, arrival: int, config: EngineConfig, grammar: Grammar | None = None) -> Request:
+    stage = Stage.WAITING
+    if command.mode is Mode.AWAIT_KV:
+        stage = Stage.AWAITING
+    elif command.fork_of is not None:
+        stage = Stage.FORKING
     return Request(
         key=command.key,
         arrival=arrival,
@@ -112,8 +120,9 @@ def open_request(command: Submit, arrival: int, config: EngineConfig, grammar: G
         choice_index=command.choice_index,
         rules=finish_rules(len(command.prompt), command.sampling, config),
         history=array("q", (*command.prompt, *command.settled)),
-        stage=Stage.AWAITING if command.mode is Mode.AWAIT_KV else Stage.WAITING,
+        stage=stage,
         given_length=len(command.prompt) + len(command.settled),
+        fork_of=command.fork_of,
         grammar=grammar,
     )
 
@@ -129,4 +138,14 @@ def refusal(command: Submit, config: EngineConfig) -> str | None:
         return "prompt_exceeds_kv_cache"
     if len(command.settled) >= command.sampling.max_tokens:
         return "nothing_to_generate"
-    return None
+    return None if _something_may_be_drawn(command.sampling, config) else "nothing_allowed"
+
+
+def _something_may_be_drawn(sampling: SamplingParameters, config: EngineConfig) -> bool:
+    """At every position: a row without any token that it may draw would break its step for everybody."""
+    if not sampling.allowed_token_ids:
+        return True
+    never = {word[-1] for word in sampling.bad_words}
+    if sampling.min_tokens:
+        never.update(sampling.stop_token_ids, () if sampling.ignore_eos else config.eos_token_ids)
+    return not never.issuperset(sampling.allowed_token_ids)

@@ -9,7 +9,7 @@ Must not know: requests' texts, torch, sockets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
+NO_COPIES: Int64 = np.zeros((0, 2), np.int64)
 Float32 = npt.NDArray[np.float32]
 
 
@@ -97,6 +98,8 @@ class StepPlan:
     sample_tokens: Int32
     """[S] indices into the T tokens whose logits are wanted, in row order."""
     sampling: SamplingRows
+    block_copies: Int64 = field(default_factory=lambda: NO_COPIES)
+    """[C, 2] (from, to) blocks whose whole KV is copied before anything else of the step; no block stands in both columns."""
 
     @property
     def tokens(self) -> int:

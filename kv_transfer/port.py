@@ -28,6 +28,8 @@ class BeginTransfer:
     settled: tuple[int, ...]
     sampling: bytes
     deadline_s: float
+    choices: int = 1
+    """Answers that share this KV; P draws the first token of one alone."""
     traceparent: str = ""
     """W3C trace context under which P traces; empty: the request is not traced."""
 

@@ -46,6 +46,15 @@ def unsound_sampling(message: types_pb2.SamplingParameters, vocabulary_size: int
             return name
     if not all(token < vocabulary_size and abs(bias) <= SOUND_AMOUNT for token, bias in message.logit_bias.items()):
         return "logit_bias"
+    if not all(token < vocabulary_size for token in message.allowed_token_ids):
+        return "allowed_token_ids"
+    words = message.bad_words
+    if not all(word.ids and max(word.ids) < vocabulary_size for word in words):
+        return "bad_words"
+    if len(words) + len(message.stop_token_ids) >= vocabulary_size:  # something must be left to draw
+        return "bad_words"
+    if message.grammar and (message.allowed_token_ids or words):
+        return "grammar"
     if message.grammar and (message.min_tokens or message.ignore_eos):  # nothing at all could follow a complete answer
         return "grammar"
     return None
@@ -69,6 +78,8 @@ def sampling_from_wire(message: types_pb2.SamplingParameters) -> SamplingParamet
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         grammar=message.grammar,
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
     )
 
 

@@ -61,6 +61,7 @@ class DeviceRunner:
         device = storage.memory.device
         self._decoder = decoder
         self._attention = attention
+        self._storage = storage
         self._block_size = storage.layout.block_size
         self._dummy_block = storage.dummy_block
         self._limits = limits
@@ -88,6 +89,8 @@ class DeviceRunner:
             padded = choice.bucket if choice.mode is not Mode.EAGER else plan.tokens
             rows = padded if choice.mode is Mode.FULL else plan.rows
             staged = self._buffers.stage(plan, slot, padded, rows)
+            if len(plan.block_copies):
+                self._storage.copy_blocks(plan.block_copies)
             logits = self._forward(plan, slot, staged, choice)
             samples = len(plan.sample_tokens)
             logprobs = None

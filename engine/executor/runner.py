@@ -20,6 +20,7 @@ import torch
 
 from engine.attention.base import AttentionBackend
 from engine.executor.inputs import step_inputs
+from engine.kv_cache.storage import KvStorage
 from engine.model.decoder import Decoder
 from engine.sampling.sampler import Sampled, sample
 from engine.step import StepPlan, StepResult
@@ -88,7 +89,11 @@ class ThreadRunner:
 class DecoderProgram:
     """Forward pass and sampling of one plan: the whole mixed batch at once."""
 
-    def __init__(self, decoder: Decoder, attention: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, attention: AttentionBackend, device: torch.device, storage: KvStorage | None = None
+    ) -> None:
+        """`storage`: the pool behind `attention`, for plans that copy blocks."""
+        self._storage = storage
         self._decoder = decoder
         self._attention = attention
         self._device = device
@@ -96,6 +101,9 @@ class DecoderProgram:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
+        if len(plan.block_copies):
+            assert self._storage is not None, "a plan copies blocks of a pool that was not given"
+            self._storage.copy_blocks(plan.block_copies)
         sampled = self._compute(plan, zero_unread=False)
         if not _all_finite(sampled):
             # Unread memory behind a context (a former tenant's, or a transfer that was refused) may hold NaNs, and NaN times

@@ -54,6 +54,11 @@ class DeviceKvStorage:
         """[num_blocks] int64: the same bits as `owner_words`, for kernels."""
         self.owner_words: npt.NDArray[np.uint64] = words.numpy().view(np.uint64)
 
+    def copy_blocks(self, copies: npt.NDArray[np.int64]) -> None:
+        """All KV of the blocks in the first column of `copies` [C, 2] into those of the second; the host does not wait."""
+        blocks = torch.from_numpy(copies).pin_memory().to(self.memory.device, non_blocking=True)
+        self.memory[:, blocks[:, 1]] = self.memory[:, blocks[:, 0]]
+
     def layer(self, layer: int) -> torch.Tensor:
         """[blocks + 1, 2 (K, V), *inner, head_dim] view of one layer."""
         group, in_group = divmod(layer, self.layout.layer_group)

@@ -58,6 +58,11 @@ class KvStorage:
         """One uint8 array a shard (see `PoolShard.memory`); writing to it writes the pool."""
         return tuple(shard.memory for shard in self.shards)
 
+    def copy_blocks(self, copies: npt.NDArray[np.int64]) -> None:
+        """All KV of the blocks in the first column of `copies` [C, 2] into those of the second."""
+        for shard in self.shards:
+            shard.memory[:, copies[:, 1]] = shard.memory[:, copies[:, 0]]
+
     def shards_of_layer(self, layer: int) -> tuple[PoolShard, ...]:
         """The ranks of the stage that holds `layer`."""
         return tuple(shard for shard in self.shards if shard.first_layer <= layer < shard.end_layer)

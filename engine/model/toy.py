@@ -24,12 +24,15 @@ class ToyProgram:
     """A `StepProgram` over the pool's bytes."""
 
     def __init__(self, storage: KvStorage, vocabulary_size: int) -> None:
+        self._storage = storage
         self._layout = storage.layout
         self._vocabulary_size = vocabulary_size
         self._pool = ToyPool(storage)
         self._previous_tokens: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def run(self, plan: StepPlan) -> StepResult:
+        if len(plan.block_copies):
+            self._storage.copy_blocks(plan.block_copies)
         fed = plan.feedback >= 0
         token_ids = plan.token_ids.copy()
         token_ids[fed] = self._previous_tokens[plan.feedback[fed]]

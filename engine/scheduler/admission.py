@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from engine.port import KvReserved, Mode, PrefillReserved
 from engine.request import Request, Stage
+from engine.scheduler.forks import fork_source, take_forked
 from engine.scheduler.state import State, add_blocks, open_account, take_blocks
 
 
@@ -48,7 +49,9 @@ def _next(state: State, budget_tokens: int, blocks_left: bool) -> Request | None
 def _start(state: State, request: Request) -> bool:
     """Blocks for the whole history, then a seat. One position at least is left to compute: its logits are wanted."""
     length = len(request.history)
-    if not take_blocks(state, request, length, length - 1):
+    source = fork_source(state, request)
+    taken = take_blocks(state, request, length, length - 1) if source is None else take_forked(state, request, source)
+    if not taken:
         return False
     state.waiting.remove(request)
     open_account(request, request.computed)

@@ -59,6 +59,8 @@ def _submit(state: State, command: Submit) -> None:
     state.requests[request.key] = request
     if request.stage is Stage.WAITING:
         wait(state, request)
+    elif request.stage is Stage.FORKING:
+        state.forking.add(request)
 
 
 def _reserve(state: State, request: Request, command: ReserveKv) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +10,9 @@ import numpy.typing as npt
 
 from engine.request import Request
 from engine.scheduler.adjustments import adjustments
-from engine.scheduler.masks import token_masks
+from engine.scheduler.masks import banned_tokens, token_masks
 from engine.scheduler.seats import Seats
-from engine.step import SamplingRows, StepPlan
+from engine.step import NO_COPIES, SamplingRows, StepPlan
 
 Int64 = npt.NDArray[np.int64]
 
@@ -29,7 +30,14 @@ class Scheduled:
     drawing_requests: list[Request]
 
 
-def build(seats: Seats, number: int, settled_step: int, rows: Int64, counts: Int64) -> Scheduled:
+def build(
+    seats: Seats,
+    number: int,
+    settled_step: int,
+    rows: Int64,
+    counts: Int64,
+    block_copies: Sequence[tuple[int, int]] = (),
+) -> Scheduled:
     """Schedule `counts[r]` positions of seat `rows[r]`, and note in the seats that this was done."""
     starts = seats.scheduled[rows]
     ends = starts + counts
@@ -54,6 +62,7 @@ def build(seats: Seats, number: int, settled_step: int, rows: Int64, counts: Int
         block_tables=seats.table.rows(rows, ends),
         sample_tokens=query_start[1:][drawing] - 1,
         sampling=_sampling(seats, settled_step, drawing_seats),
+        block_copies=np.array(block_copies, np.int64) if block_copies else NO_COPIES,
     )
     seats.scheduled[rows] = ends
     seats.length[drawing_seats] += 1
@@ -84,12 +93,6 @@ def _inputs(
 
 
 def _sampling(seats: Seats, settled_step: int, drawing: Int64) -> SamplingRows:
-    short = np.flatnonzero(seats.length[drawing] < seats.min_length[drawing])
-    banned = tuple(
-        (row, token_id)
-        for row in short.tolist()
-        for token_id in sorted(seats.request(int(drawing[row])).rules.stop_token_ids)
-    )
     return SamplingRows(
         temperature=seats.temperature[drawing],
         top_k=seats.top_k[drawing],
@@ -99,7 +102,7 @@ def _sampling(seats: Seats, settled_step: int, drawing: Int64) -> SamplingRows:
         choice_index=seats.choice_index[drawing],
         position=seats.length[drawing],
         logprobs=seats.logprobs[drawing],
-        banned=banned,
+        banned=banned_tokens(seats, drawing),
         adjustments=adjustments(seats, drawing, settled_step),
         masks=token_masks(seats, drawing),
     )

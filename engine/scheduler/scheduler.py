@@ -21,6 +21,7 @@ from engine.port import Command, EngineEvent, EngineStatus, RequestFailed
 from engine.request import Request, Stage
 from engine.scheduler import intake, settle
 from engine.scheduler.admission import admit
+from engine.scheduler.forks import release_forks
 from engine.scheduler.growth import grow
 from engine.scheduler.plan import Scheduled, build
 from engine.scheduler.prefill import chunks
@@ -44,6 +45,7 @@ class Scheduler:
         """The next step, which must be launched; None when nobody can advance before something settles or is commanded."""
         state = self._state
         in_flight = state.launched_step > state.settled_step
+        release_forks(state)
         while True:
             before = self._moves()
             grow(state)
@@ -52,7 +54,8 @@ class Scheduler:
             rows, counts = self._choose()
             if len(rows):
                 state.launched_step += 1
-                return build(state.seats, state.launched_step, state.settled_step, rows, counts)
+                copies, state.block_copies = state.block_copies, []
+                return build(state.seats, state.launched_step, state.settled_step, rows, counts, copies)
             if in_flight or self._moves() == before:
                 return None
             # Somebody gave way or took a seat and still nobody can run; with no step in flight nothing else would come
@@ -88,7 +91,7 @@ class Scheduler:
 
     def status(self, *, has_work: bool, step_tokens: int) -> EngineStatus:
         state = self._state
-        lines = (state.waiting, state.ready, state.reservations)
+        lines = (state.forking, state.waiting, state.ready, state.reservations)
         return EngineStatus(
             steps=state.settled_step,
             running=state.seats.taken,
@@ -108,7 +111,9 @@ class Scheduler:
         """Prove that every block, seat and place in a line has exactly one owner, and that the books agree."""
         state, seats = self._state, self._state.seats
         state.pool.check(block for request in state.requests.values() for block in request.blocks)
+        assert not state.block_copies, "a block was to be copied by a plan that was not made"
         for stage, line in (
+            (Stage.FORKING, state.forking),
             (Stage.WAITING, state.waiting),
             (Stage.RESERVING, state.reservations),
             (Stage.READY, state.ready),

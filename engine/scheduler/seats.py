@@ -57,7 +57,11 @@ class Seats:
         self.choice_index = np.zeros(count, np.int32)
         self.logprobs = np.zeros(count, np.int32)
         self.constrained = np.zeros(count, np.bool_)
-        """Those whose answers follow a grammar: each token must be known before the next is drawn."""
+        """Those of which each token must be known before the next is drawn."""
+        self.masked = np.zeros(count, np.bool_)
+        """Those that may draw only what a grammar or a list allows."""
+        self.worded = np.zeros(count, np.bool_)
+        """Those that have bad words."""
         self.adjusted = np.zeros(count, np.bool_)
         """Those whose logits are biased or penalized."""
 
@@ -95,7 +99,10 @@ class Seats:
         self.seed[seat] = sampling.seed
         self.choice_index[seat] = request.choice_index
         self.logprobs[seat] = -1 if sampling.logprobs is None else sampling.logprobs
-        self.constrained[seat] = request.grammar is not None
+        long_words = any(len(word) > 1 for word in sampling.bad_words)
+        self.constrained[seat] = request.grammar is not None or long_words
+        self.masked[seat] = request.grammar is not None or bool(sampling.allowed_token_ids)
+        self.worded[seat] = bool(sampling.bad_words)
         self.adjusted[seat] = bool(sampling.logit_bias) or sampling.penalizes
         request.stage = Stage.RUNNING
 

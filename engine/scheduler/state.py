@@ -10,6 +10,7 @@ Must not know: torch, threads, the runner.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -33,10 +34,13 @@ class State:
     """None: this engine serves no grammars."""
     requests: dict[RequestKey, Request] = field(default_factory=dict)
     """Every request that has not ended."""
+    forking: Line = field(default_factory=Line)
     waiting: Line = field(default_factory=Line)
     reservations: Line = field(default_factory=Line)
     ready: Line = field(default_factory=Line)
     events: list[EngineEvent] = field(default_factory=list)
+    block_copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
+    """(from, to) pairs that the next plan makes first."""
     skips: Counter[str] = field(default_factory=Counter)
     arrivals: int = 0
     launched_step: int = 0
@@ -60,12 +64,17 @@ def take_blocks(state: State, request: Request, end_position: int, reusable_posi
         reusable_blocks = reusable_positions // block_size
         extend_chain(request.chain, request.history, block_size, reusable_blocks)
         shared = state.pool.index.lookup(request.chain[:reusable_blocks])
+    return take_shared(state, request, shared, end_position)
+
+
+def take_shared(state: State, request: Request, shared: Sequence[BlockId], end_position: int) -> bool:
+    """References on the whole blocks `shared`, whose KV stands, and fresh blocks up to `end_position`; or nothing."""
     spare = int(state.seats.preemptible.sum())
     blocks = state.pool.acquire(shared, blocks_for(state, end_position) - len(shared), spare)
     if blocks is None:
         return False
     request.blocks = blocks
-    request.cached = request.computed = len(shared) * block_size
+    request.cached = request.computed = len(shared) * state.config.block_size
     return True
 
 
@@ -103,6 +112,8 @@ def give_blocks_back(state: State, request: Request) -> None:
 def leave(state: State, request: Request) -> None:
     """Give back place, seat and blocks of the request's stage. The caller sets the next one."""
     match request.stage:
+        case Stage.FORKING:
+            state.forking.remove(request)
         case Stage.WAITING:
             state.waiting.remove(request)
         case Stage.RESERVING:

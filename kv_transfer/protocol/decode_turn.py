@@ -36,9 +36,6 @@ from kv_transfer.protocol.peer import Outbox, Peer, PeerState
 from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.table import Table
 
-CHOICES = 1
-"""A request has one choice here; n choices are n requests to the router."""
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeSide:
@@ -86,7 +83,7 @@ class DecodeTurn:
                 request.prompt,
                 request.settled,
                 request.sampling,
-                CHOICES,
+                request.choices,
                 request.deadline_s,
                 request.traceparent,
             ),

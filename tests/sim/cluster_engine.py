@@ -64,6 +64,7 @@ class ToyRunner:
     """Implements `engine.step.Runner`."""
 
     def __init__(self, storage: KvStorage) -> None:
+        self._storage = storage
         self._layout = storage.layout
         self._pool = ToyPool(storage)
         self._launched: deque[_Launched] = deque()
@@ -80,6 +81,8 @@ class ToyRunner:
             step.done = self._run(step.plan)
 
     def _run(self, plan: StepPlan) -> StepResult:
+        if len(plan.block_copies):
+            self._storage.copy_blocks(plan.block_copies)
         fed = plan.feedback >= 0
         token_ids = plan.token_ids.copy()
         token_ids[fed] = self._tokens[plan.feedback[fed]]

@@ -224,7 +224,9 @@ Global___RequestView: _TypeAlias = RequestView  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
-    """This router gives the node no new work; what runs there runs on. Other routers do not hear of it."""
+    """This router gives the node no new work and moves its streams to another node where one has room; where none has, they run on.
+    Other routers do not hear of it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -166,6 +166,9 @@ class Submit(_message.Message):
     PREFILL_CHOICES_FIELD_NUMBER: _builtins.int
     LOCAL_REASON_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    FORK_OF_FIELD_NUMBER: _builtins.int
+    FORK_ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     choice_index: _builtins.int
@@ -175,6 +178,12 @@ class Submit(_message.Message):
     """why prefill_choices is empty (label of local_prefill_total)"""
     traceparent: _builtins.str
     """W3C trace context; empty: the request is not traced"""
+    choices: _builtins.int
+    """answers of this prompt; more than 1: this one's KV is forked for the others"""
+    fork_of: _builtins.str
+    """request id of the choice whose KV of the same prompt, on this node, is shared"""
+    fork_attempt: _builtins.int
+    """and its attempt"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -198,10 +207,13 @@ class Submit(_message.Message):
         prefill_choices: _abc.Iterable[Global___PrefillChoice] | None = ...,
         local_reason: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        choices: _builtins.int = ...,
+        fork_of: _builtins.str = ...,
+        fork_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice_index", b"choice_index", "deadline_ms", b"deadline_ms", "local_reason", b"local_reason", "prefill_choices", b"prefill_choices", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "settled_token_ids", b"settled_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice_index", b"choice_index", "choices", b"choices", "deadline_ms", b"deadline_ms", "fork_attempt", b"fork_attempt", "fork_of", b"fork_of", "local_reason", b"local_reason", "prefill_choices", b"prefill_choices", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "settled_token_ids", b"settled_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,11 +297,14 @@ class NodeHello(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     STEP_LIMIT_MS_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     max_model_len: _builtins.int
     block_size: _builtins.int
     step_limit_ms: _builtins.int
     kv_bytes_per_token: _builtins.int
+    max_num_seqs: _builtins.int
+    """sequences that the engine decodes at once; 0 = it does not say"""
     @_builtins.property
     def entry(self) -> _types_pb2.NodeEntry: ...
     @_builtins.property
@@ -304,10 +319,11 @@ class NodeHello(_message.Message):
         block_size: _builtins.int = ...,
         step_limit_ms: _builtins.int = ...,
         kv_bytes_per_token: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "entry", b"entry", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_model_len", b"max_model_len", "model_id", b"model_id", "step_limit_ms", b"step_limit_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "entry", b"entry", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "step_limit_ms", b"step_limit_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

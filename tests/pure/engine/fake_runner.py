@@ -62,6 +62,9 @@ class FakeRunner:
     def run_up_to(self, number: int) -> None:
         while len(self.results) < number:
             plan = self.launched[len(self.results)]
+            for source, target in plan.block_copies.tolist():
+                whole = (0, self.config.block_size)
+                self.kv[self.slots([target], *whole)] = self.kv[self.slots([source], *whole)]
             previous = self.results[-1].token_ids if self.results else np.zeros(0, np.int64)
             token_ids = plan.token_ids.copy()
             fed = plan.feedback >= 0
