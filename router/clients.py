@@ -100,6 +100,9 @@ class NodeLink:
         self.hello: Hello | None = None
         self.attempts: set[str] = set()
         """Ids of the requests whose current attempt is on this node (decode nodes only)."""
+        self.detail: node_pb2.NodeDetail | None = None
+        """What the node said last when it was watched, and when that was."""
+        self.detail_s = 0.0
         self.pending_prompts = 0
         self.pending_tokens = 0
         """Prompts sent here to be computed whose first token has not been seen: the node's status may not count them yet."""
@@ -248,6 +251,9 @@ class NodeLink:
                     self.health.reported(_status(message.status), self._now())
                     if self.usable and not before:
                         self._listener.link_changed(self)
+                case "detail":
+                    self.health.heard(self._now())
+                    self.detail, self.detail_s = message.detail, self._now()
                 case "hello" | None:
                     self.health.heard(self._now())
 
@@ -320,4 +326,6 @@ def _status(message: node_pb2.NodeStatus) -> Status:
         epoch=message.epoch,
         tokens_per_second=message.prompt_tokens_per_second,
         lanes={NodeId(lane.node_id): lane.bytes_per_second for lane in message.lanes},
+        serves_alone=message.serves_alone,
+        broken_lanes=frozenset(map(NodeId, message.broken_lanes)),
     )

@@ -228,6 +228,8 @@ class Fleet:
             tokens_per_second=status.tokens_per_second if status else 0.0,
             kv_bytes_per_token=hello.kv_bytes_per_token if hello else 0,
             lanes=status.lanes if status else {},
+            serves_alone=status is not None and status.serves_alone,
+            broken_lanes=status.broken_lanes if status else frozenset(),
         )
 
     def refusal(self, link: NodeLink) -> str | None:

@@ -43,6 +43,9 @@ class Status:
     epoch: int = 0
     tokens_per_second: float = 0.0
     lanes: Mapping[NodeId, float] = field(default_factory=dict)
+    serves_alone: bool = False
+    """Not ready, but only because no KV comes to it: it can still compute prompts itself."""
+    broken_lanes: frozenset[NodeId] = frozenset()
 
 
 @dataclass(slots=True)
@@ -55,6 +58,8 @@ class NodeHealth:
     heard_s: float = 0.0
     progress_s: float = 0.0
     """When the engine was last seen to take a step, or to have no work."""
+    refused_as: str | None = "node_connecting"
+    refused_since_s: float = 0.0
 
     def connected(self, now_s: float, step_limit_s: float) -> None:
         self.state = LinkState.READY
@@ -95,6 +100,12 @@ class NodeHealth:
         working = self.status is not None and self.status.has_work
         return working and now_s - self.progress_s >= self.silence_limit_s + self.step_limit_s
 
+    def refused_for_s(self, now_s: float, refusal: str | None) -> float:
+        """How long it has been refused for this reason, as far as anybody looked; `refusal` is what it is now."""
+        if refusal != self.refused_as:
+            self.refused_as, self.refused_since_s = refusal, now_s
+        return now_s - self.refused_since_s
+
     def refusal(self, now_s: float) -> str | None:
         """Why no new work goes there now, by name; None when it may."""
         if self.state is not LinkState.READY:
@@ -103,7 +114,7 @@ class NodeHealth:
             return "node_silent"
         if self.status.draining:
             return "node_draining"
-        if not self.status.ready:
+        if not self.status.ready and not self.status.serves_alone:
             return "node_not_ready"
         if self.stalled(now_s):
             return "node_stalled"

@@ -57,8 +57,13 @@ class Candidate:
     tokens_per_second: float = 0.0
     """Of prompts, as the node measures it; 0: not yet."""
     kv_bytes_per_token: int = 0
+    serves_alone: bool = False
+    """Decode nodes: no KV comes from any prefill node now."""
     lanes: Mapping[NodeId, float] = field(default_factory=dict)
     """Decode nodes: bytes a second from each prefill node that they are paired with."""
+
+    broken_lanes: frozenset[NodeId] = frozenset()
+    """Decode nodes: prefill nodes from which no KV comes now."""
 
     @property
     def ahead_tokens(self) -> int:
@@ -158,7 +163,8 @@ def place(
     if not fitting:
         return NoPlacement("context_too_short")
     fresh = [candidate for candidate in fitting if candidate.key.node not in avoid]
-    decode = min(fresh or fitting, key=cost)
+    # One to which no KV comes can compute prompts itself: better than none, but the others first.
+    decode = min(fresh or fitting, key=lambda candidate: (candidate.serves_alone, *cost(candidate)))
     prefill, reason = _prefill_choices(decode, candidates, disaggregate)
     ranked = sorted(prefill, key=cost)[:MOST_PREFILL_CHOICES]
     choices = tuple(candidate.key for candidate in ranked)
@@ -183,8 +189,9 @@ def _prefill_choices(
         return [], "no_prefill_node"
     paired = [candidate for candidate in known if candidate.compatible_with == decode.compatible_with]
     usable = [candidate for candidate in paired if candidate.refusal is None]
+    reached = [candidate for candidate in usable if candidate.key.node not in decode.broken_lanes]
     if usable:
-        return usable, ""
+        return reached, "" if reached else "lane_broken"
     if not paired and any(candidate.compatible_with for candidate in known):
         return [], "prefill_incompatible"
     return [], "prefill_not_ready"
