@@ -113,7 +113,9 @@ NO_TRACER: Tracer = NoTracer()
 def require_collector_address(endpoint: str | None) -> None:
     """Raises ConfigurationError naming --otlp-traces-endpoint when it is no http:// or https:// URL with a port."""
     if endpoint is not None and not re.fullmatch(r"https?://[^/:]+:\d{1,5}/?", endpoint):
-        raise ConfigurationError("--otlp-traces-endpoint", f"must be http://host:port or https://host:port, not {endpoint!r}")
+        raise ConfigurationError(
+            "--otlp-traces-endpoint", f"must be http://host:port or https://host:port, not {endpoint!r}"
+        )
 
 
 def open_tracer(endpoint: str | None, service: str, identity: Attributes = NONE) -> Tracer:

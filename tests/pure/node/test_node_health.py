@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from engine.port import EngineStatus
+from foundation.health import Health, Problem
 from foundation.ids import NodeId
 from foundation.metrics import NodeMetrics
 from node.engine_feed import EngineFeed
-from node.health import EngineProgress, Health, LaneHealth, Problem, serves_alone
+from node.health import EngineProgress, LaneHealth, serves_alone
 
 
 class Clock:
