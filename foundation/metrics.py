@@ -228,7 +228,9 @@ class RouterMetrics(ServingMetrics):
             ("invalid", "overloaded", "no_node", "draining", "deadline_unmeetable"),
         )
         self.request_attempts_total = self._by_reason(
-            "request_attempts_total", "Assignments to decode nodes, by why", ("first", "node_lost", "node_refused")
+            "request_attempts_total",
+            "Assignments to decode nodes, by why",
+            ("first", "node_lost", "node_refused", "node_draining"),
         )
         self.placements_total = self._by_reason(
             "placements_total", "Where prompts were sent to be computed, by why", PLACEMENT_REASONS

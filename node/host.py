@@ -259,6 +259,7 @@ class _Host:
             block_size=ready.config.block_size,
             step_limit_ms=round(ready.step_limit_s * 1000),
             kv_bytes_per_token=ready.parts.layout.token_bytes,
+            max_num_seqs=ready.config.max_num_seqs,
         )
 
     def _exposition(self) -> tuple[bytes, str]:

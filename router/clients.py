@@ -51,6 +51,9 @@ class LinkListener(Protocol):
     def link_changed(self, link: NodeLink) -> None:
         """State, status or hello changed: placement may see it differently now."""
 
+    def link_reported(self, link: NodeLink) -> None:
+        """The node has told its status, as it does with every heartbeat and when its load changes."""
+
     def link_lost(self, link: NodeLink, reason: str) -> None:
         """Every attempt on this link is lost."""
 
@@ -78,6 +81,8 @@ class Hello:
     max_model_len: int
     block_size: int
     kv_bytes_per_token: int
+    max_num_seqs: int
+    """Sequences that its engine decodes at once; 0: it does not say."""
 
 
 class HelloRefused(Exception):
@@ -229,6 +234,7 @@ class NodeLink:
             hello.max_model_len,
             hello.block_size,
             hello.kv_bytes_per_token,
+            hello.max_num_seqs,
         )
         self.health.connected(self._now(), hello.step_limit_ms / 1000)
         log.info("node connected", node=self.node_id, peer_incarnation=f"{entry.incarnation:016x}")
@@ -251,6 +257,7 @@ class NodeLink:
                     self.health.reported(_status(message.status), self._now())
                     if self.usable and not before:
                         self._listener.link_changed(self)
+                    self._listener.link_reported(self)
                 case "detail":
                     self.health.heard(self._now())
                     self.detail, self.detail_s = message.detail, self._now()

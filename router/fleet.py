@@ -21,14 +21,17 @@ from foundation.log import get_logger
 from foundation.registry_entry import NodeEntry, Role
 from foundation.registry_redis import RegistryUnavailable
 from foundation.ticket import Ticket, digest_of_tokens, sign_ticket
-from router.clients import LinkTiming, NodeLink
-from router.health import LinkState
+from router.clients import Hello, LinkTiming, NodeLink
+from router.health import LinkState, Status
 from router.placement import Candidate, Disaggregate, NodeKey, NoPlacement, Placement, PrefixMemory, place
 from router.registry import NodeSource
 
 log = get_logger()
 
 REFRESH_S = 1.0
+WITHHELD = "node_withheld"
+LEAVING = frozenset({WITHHELD, "node_draining"})
+"""Refusals of nodes whose streams are to go on elsewhere."""
 
 
 class FleetListener(Protocol):
@@ -36,6 +39,9 @@ class FleetListener(Protocol):
         """A node may have become usable."""
 
     def attempts_lost(self, node: NodeId, requests: Sequence[str], reason: str) -> None: ...
+
+    def attempts_leaving(self, node: NodeId, requests: Sequence[str]) -> None:
+        """The node is draining, or is to be spared: these should go on elsewhere where there is room. Said again and again."""
 
     def outputs(self, node: NodeId, outputs: node_pb2.StepOutput) -> None: ...
 
@@ -120,12 +126,17 @@ class Fleet:
         ]
 
     def withhold(self, node: NodeId, *, resume: bool) -> bool:
-        """No new work for this node, or work again. False when there is no such node."""
-        if node not in self._links:
+        """No new work for this node, and what it has goes elsewhere where there is room; or work again.
+
+        False when there is no such node.
+        """
+        link = self._links.get(node)
+        if link is None:
             return False
         (self._withheld.discard if resume else self._withheld.add)(node)
         if resume and self._listener is not None:
             self._listener.fleet_changed()
+        self.link_reported(link)
         return True
 
     def context_limit(self) -> int | None:
@@ -134,10 +145,26 @@ class Fleet:
         return max(limits, default=None)
 
     def place(
-        self, prompt_tokens: int, answer_tokens: int, chain: Sequence[int], avoid: frozenset[NodeId]
+        self,
+        prompt_tokens: int,
+        answer_tokens: int,
+        chain: Sequence[int],
+        avoid: frozenset[NodeId],
+        *,
+        with_room: bool = False,
     ) -> Placement | NoPlacement:
+        """`with_room`: only on a decode node whose engine would decode it at once, not queue it."""
         candidates = [self._candidate(link) for link in self._links.values()]
-        return place(prompt_tokens, answer_tokens, chain, candidates, self._memory, avoid, self._disaggregate)
+        return place(
+            prompt_tokens,
+            answer_tokens,
+            chain,
+            candidates,
+            self._memory,
+            avoid,
+            self._disaggregate,
+            with_room=with_room,
+        )
 
     # --- what the dispatcher does with a placement
 
@@ -203,6 +230,11 @@ class Fleet:
         assert self._listener is not None
         self._listener.fleet_changed()
 
+    def link_reported(self, link: NodeLink) -> None:
+        assert self._listener is not None
+        if link.attempts and self.refusal(link) in LEAVING:
+            self._listener.attempts_leaving(link.node_id, tuple(link.attempts))
+
     def link_lost(self, link: NodeLink, reason: str) -> None:
         assert self._listener is not None
         if link.attempts:
@@ -222,7 +254,7 @@ class Fleet:
             role=link.entry.role,
             refusal=self.refusal(link),
             compatible_with=hello.fingerprint_digest.hex() if hello else "",
-            context_limit=hello.max_model_len if hello else 0,
+            context_limit=_context_limit(hello, status) if hello else 0,
             sequences=max(own, status.running + status.waiting if status else 0),
             queued_tokens=max(link.pending_tokens, status.queued_tokens if status else 0),
             tokens_per_second=status.tokens_per_second if status else 0.0,
@@ -230,13 +262,14 @@ class Fleet:
             lanes=status.lanes if status else {},
             serves_alone=status is not None and status.serves_alone,
             broken_lanes=status.broken_lanes if status else frozenset(),
+            seats=hello.max_num_seqs if hello else 0,
         )
 
     def refusal(self, link: NodeLink) -> str | None:
         """Why a node gets no new work now, by name; None when it does."""
         refusal = link.health.refusal(self._now())
         if refusal is None and link.node_id in self._withheld:
-            return "node_withheld"
+            return WITHHELD
         if refusal is None and link.hello is not None and self._tokenizer_fingerprint is not None:
             theirs = link.hello.fingerprint.tokenizer
             if theirs != self._tokenizer_fingerprint:
@@ -289,6 +322,13 @@ class Fleet:
         self._withheld.discard(link.node_id)
         await link.close()
         self.link_lost(link, "node_gone")
+
+
+def _context_limit(hello: Hello, status: Status | None) -> int:
+    """The longest context that fits, for a node's KV cache may be smaller than what its model allows."""
+    if status is None or not status.blocks_total:
+        return hello.max_model_len
+    return min(hello.max_model_len, status.blocks_total * hello.block_size)
 
 
 def _same_place(link: NodeLink, entry: NodeEntry) -> bool:

@@ -8,6 +8,8 @@ stream that goes on elsewhere loses and repeats nothing: the new attempt gets pr
        ^                   |
        +---attempt lost----+        either may end as FAILED or CANCELLED; all three are terminal
 
+`Moved` keeps a request RUNNING: its node is leaving and another one has room, so the next attempt begins there at once.
+
 Must not know: sockets, clocks, texts, protobuf.
 """
 
@@ -44,6 +46,7 @@ class AttemptReason(Enum):
     FIRST = "first"
     NODE_LOST = "node_lost"
     NODE_REFUSED = "node_refused"
+    NODE_DRAINING = "node_draining"
 
 
 class PositionedToken(Protocol):
@@ -73,6 +76,14 @@ class NoPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """The node of this attempt is leaving, and placement has found room on another one."""
+
+    attempt: int
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class PatienceOver:
     """The request has been without a node for as long as it may be."""
 
@@ -86,6 +97,8 @@ class Output:
     ending: Ending | None = None
     failure: str = ""
     retryable: bool = False
+    retry_after_s: float = 0.0
+    """With a refusal: when the node wants to be asked again; 0: it gave no hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +124,17 @@ class DeadlinePassed:
     pass
 
 
-Event = Placed | NoPlace | PatienceOver | Output | AttemptLost | StopStringFound | ClientLeft | DeadlinePassed
+Event = Placed | NoPlace | Moved | PatienceOver | Output | AttemptLost | StopStringFound | ClientLeft | DeadlinePassed
 
 # --- effects
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Choose a decode node, not one of `avoid` if there is another, and answer with `Placed` or `NoPlace`."""
+    """After `after_s`, choose a decode node, not one of `avoid` if there is another, and answer with `Placed` or `NoPlace`."""
 
     avoid: frozenset[NodeId]
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +192,20 @@ Effect = Place | Begin | CancelAttempt | Deliver | Dropped | Finish | Fail
 class Journey:
     """Feed `handle` with events; carry out the effects it returns in their order.
 
-    `most_attempts` bounds how many nodes one request may take down with it.
+    `most_lost` bounds how many nodes one request may take down with it; a refusal takes nothing down.
     """
 
     request: RequestId
     prompt_length: int
     max_tokens: int
-    most_attempts: int = 5
+    most_lost: int = 5
     state: State = State.PLACING
     attempt: int = 0
     node: NodeId | None = None
     log: list[int] = field(default_factory=list)
     lost: list[tuple[NodeId, str]] = field(default_factory=list)
-    """Nodes that lost an attempt, each with the reason, in order."""
+    """Nodes that lost or refused an attempt, each with the reason, in order; each pair once."""
+    nodes_lost: int = 0
     waiting_reason: str = ""
     """Why the request has no node now."""
     next_attempt: AttemptReason = AttemptReason.FIRST
@@ -202,6 +217,13 @@ class Journey:
 
     def handle(self, event: Event) -> list[Effect]:
         return TRANSITIONS[self.state, type(event)](self, event)
+
+    def extend(self, attempt: int, position: int, token_id: int) -> bool:
+        """`handle` for the plain case, the next token of the current attempt, without its events; False: it is not that case."""
+        if attempt != self.attempt or position != self.prompt_length + len(self.log) or self.state is not State.RUNNING:
+            return False
+        self.log.append(token_id)
+        return True
 
     @property
     def next_position(self) -> int:
@@ -261,15 +283,19 @@ class Journey:
                 # Nobody here asked for it: the node's lease for this router lapsed, or the node is leaving.
                 return self._attempt_lost("cancelled_by_node")
             case Ending.FAILED:
-                return self._failed(event.failure or "unnamed_failure", event.retryable)
+                return self._refused_or_failed(event)
 
-    def _failed(self, reason: str, retryable: bool) -> list[Effect]:
-        if not retryable:
+    def _refused_or_failed(self, event: Output) -> list[Effect]:
+        reason = event.failure or "unnamed_failure"
+        if not event.retryable:
             return self._fail(reason, retryable=False)
-        if (self.node, reason) in self.lost:
-            # There was nowhere else to go, and asking the same node once more changes nothing.
-            return self._fail(reason, retryable=True)
-        return self._attempt_lost(reason, AttemptReason.NODE_REFUSED)
+        if (self.node, reason) not in self.lost:
+            return self._attempt_lost(reason, AttemptReason.NODE_REFUSED)
+        if self.log and event.retry_after_s > 0:
+            # A stream that has begun is not given up for want of room: it asks again until its deadline.
+            return self._attempt_lost(reason, AttemptReason.NODE_REFUSED, event.retry_after_s)
+        # There was nowhere else to go, and asking the same node once more changes nothing.
+        return self._fail(reason, retryable=True)
 
     def _lost(self, event: AttemptLost) -> list[Effect]:
         if event.attempt != self.attempt:
@@ -277,19 +303,30 @@ class Journey:
         # The node may live on behind a cut, or be only slow: where it can be told, it is.
         return self._cancel_attempt(event.reason) + self._attempt_lost(event.reason)
 
-    def _attempt_lost(self, reason: str, why: AttemptReason = AttemptReason.NODE_LOST) -> list[Effect]:
+    def _moved(self, event: Moved) -> list[Effect]:
+        if event.attempt != self.attempt:
+            return []
+        cancelled = self._cancel_attempt("moved")
+        self.next_attempt = AttemptReason.NODE_DRAINING
+        return cancelled + self._placed(Placed(event.node))
+
+    def _attempt_lost(
+        self, reason: str, why: AttemptReason = AttemptReason.NODE_LOST, place_after_s: float = 0.0
+    ) -> list[Effect]:
         assert self.node is not None
         self.next_attempt = why
-        self.lost.append((self.node, reason))
+        self.nodes_lost += why is AttemptReason.NODE_LOST
+        if (self.node, reason) not in self.lost:
+            self.lost.append((self.node, reason))
         self.node = None
         if len(self.log) >= self.max_tokens:
             self.state = State.FINISHED
             return [Finish(Ending.LENGTH)]
-        if self.attempt >= self.most_attempts:
+        if self.nodes_lost >= self.most_lost:
             return self._fail(reason, retryable=True)
         self.state = State.PLACING
         self.waiting_reason = reason
-        return [self._place()]
+        return [self._place(place_after_s)]
 
     def _stop_string(self, event: StopStringFound) -> list[Effect]:
         effects = self._cancel_attempt("stop_string")
@@ -316,8 +353,8 @@ class Journey:
 
     # --- shared pieces
 
-    def _place(self) -> Place:
-        return Place(frozenset(node for node, _ in self.lost))
+    def _place(self, after_s: float = 0.0) -> Place:
+        return Place(frozenset(node for node, _ in self.lost), after_s)
 
     def _cancel_attempt(self, reason: str) -> list[Effect]:
         return [CancelAttempt(self.attempt, self.node, reason)] if self.node is not None else []
@@ -342,6 +379,7 @@ TRANSITIONS: dict[tuple[State, type[Event]], Handler] = {
     (State.PLACING, StopStringFound): Journey._stop_string,
     (State.PLACING, ClientLeft): Journey._client_left,
     (State.PLACING, DeadlinePassed): Journey._deadline,
+    (State.RUNNING, Moved): Journey._moved,
     (State.RUNNING, PatienceOver): Journey._ignored,
     (State.RUNNING, Output): Journey._output,
     (State.RUNNING, AttemptLost): Journey._lost,
@@ -349,7 +387,8 @@ TRANSITIONS: dict[tuple[State, type[Event]], Handler] = {
     (State.RUNNING, ClientLeft): Journey._client_left,
     (State.RUNNING, DeadlinePassed): Journey._deadline,
 }
-"""An absent pair is a bug of the rim: `Placed` and `NoPlace` answer a `Place`, which only a request without a node asks."""
+"""An absent pair is a bug of the rim: `Placed` and `NoPlace` answer a `Place`, which only a request without a node asks, and only
+one with a node can move."""
 
 for _state in (State.FINISHED, State.FAILED, State.CANCELLED):
     TRANSITIONS[_state, Output] = Journey._late_output

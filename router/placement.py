@@ -61,6 +61,12 @@ class Candidate:
     """Decode nodes: no KV comes from any prefill node now."""
     lanes: Mapping[NodeId, float] = field(default_factory=dict)
     """Decode nodes: bytes a second from each prefill node that they are paired with."""
+    seats: int = 0
+    """Sequences that its engine decodes at once; 0: unknown."""
+
+    @property
+    def has_room(self) -> bool:
+        return not self.seats or self.sequences < self.seats
 
     broken_lanes: frozenset[NodeId] = frozenset()
     """Decode nodes: prefill nodes from which no KV comes now."""
@@ -139,10 +145,13 @@ def place(
     memory: PrefixMemory,
     avoid: frozenset[NodeId] = frozenset(),
     disaggregate: Disaggregate = Disaggregate.ALWAYS,
+    *,
+    with_room: bool = False,
 ) -> Placement | NoPlacement:
     """Cheapest decode node, and the cheapest prefill nodes that can pair with it, if they are to compute the prompt.
 
     `prompt_tokens` counts settled tokens too. Nodes in `avoid` lost this request before: taken only if there is no other.
+    `with_room`: only on a decode node with a free seat.
     """
 
     def missing(candidate: Candidate) -> int:
@@ -162,6 +171,10 @@ def place(
     fitting = [candidate for candidate in usable if candidate.context_limit >= prompt_tokens + min(answer_tokens, 1)]
     if not fitting:
         return NoPlacement("context_too_short")
+    if with_room:
+        fitting = [candidate for candidate in fitting if candidate.has_room]
+        if not fitting:
+            return NoPlacement("no_room")
     fresh = [candidate for candidate in fitting if candidate.key.node not in avoid]
     # One to which no KV comes can compute prompts itself: better than none, but the others first.
     decode = min(fresh or fitting, key=lambda candidate: (candidate.serves_alone, *cost(candidate)))

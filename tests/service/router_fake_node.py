@@ -75,12 +75,14 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     refusal: str | None = None
     """Refuse every request with this reason."""
     refusal_retryable: bool = True
+    retry_after_s: float = 0.0
     silent: bool = False
     """Says nothing any more, heartbeats included."""
     ready: bool = True
     draining: bool = False
     has_work: bool = False
     max_model_len: int = 512
+    max_num_seqs: int = 0
     tokenizer: str = ""
     hello_node_id: str | None = None
     submits: list[node_pb2.Submit] = field(default_factory=list)
@@ -121,6 +123,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             max_model_len=self.max_model_len,
             block_size=BLOCK_SIZE,
             kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+            max_num_seqs=self.max_num_seqs,
         )
         hello.fingerprint.tokenizer = self.tokenizer
         hello.entry.node_id = self.hello_node_id or self.node_id
@@ -159,6 +162,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
                 finish_reason=types_pb2.FINISH_REASON_FAILED,
                 failure=self.refusal,
                 retryable=self.refusal_retryable,
+                retry_after_ms=round(self.retry_after_s * 1000),
             )
             outgoing.put_nowait(node_pb2.NodeMessage(step=node_pb2.StepOutput(outputs=[output])))
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ async def test_a_final_failure_is_500_and_not_tried_elsewhere(folder: Path) -> N
 
 async def test_without_any_node_the_answer_is_503_and_names_it(folder: Path) -> None:
     async with router_with(folder) as router:
-        router.router.dispatcher._limits = type(router.router.dispatcher._limits)(10, patience_s=0.05)
+        router.router.dispatcher._around = replace(router.router.dispatcher._around, patience_s=0.05)
         status, found = await router.post("/v1/completions", {"model": router.model, "prompt": "x"})
         assert (status, found["error"]["code"], found["error"]["retryable"]) == (503, "no_decode_node", True)
         assert await router.metric('decant_requests_refused_total{reason="no_node"}') == 1
@@ -264,17 +265,70 @@ async def test_f23_when_the_grace_period_is_over_streams_end_with_an_error_event
         await until(lambda: not node.requests)
 
 
-async def test_f23_a_draining_node_gets_nothing_new_and_ends_what_it_has(folder: Path) -> None:
+async def test_f23_a_draining_node_gets_nothing_new_and_keeps_what_no_other_node_takes(folder: Path) -> None:
+    first, second = FakeNode("d0", tokens_until_pause=5), FakeNode("d1", ready=False, max_num_seqs=1)
+    async with router_with(folder, first, second) as router:
+        answers = [asyncio.ensure_future(streamed(router, prompt)) for prompt in ("hello", "again")]
+        await router.heard(5, requests=2)
+        second.tokens_until_pause = 1
+        first.draining, second.ready = True, True
+        await until(lambda: len(second.submits) == 1)
+        await until(lambda: router.router.fleet.link(NodeId("d0")).health.status.draining)  # type: ignore[union-attr]
+        assert len(first.requests) == 1, "one seat, one stream moved"
+        assert [len(submit.settled_token_ids) for submit in second.submits] == [5]
+        first.tokens_until_pause = second.tokens_until_pause = None
+        assert await asyncio.gather(*answers) == [unharmed("hello"), unharmed("again")]
+        assert await streamed(router, "other") == unharmed("other")
+        assert len(first.submits) == 2
+        assert await router.metric('decant_request_attempts_total{reason="node_lost"}') == 0
+
+
+async def test_f23_streams_leave_a_draining_node_one_by_one_as_seats_become_free(folder: Path) -> None:
+    first, second = FakeNode("d0", tokens_until_pause=5), FakeNode("d1", ready=False, max_num_seqs=1)
+    async with router_with(folder, first, second) as router:
+        prompts = ("hello", "again", "third")
+        answers = [asyncio.ensure_future(streamed(router, prompt)) for prompt in prompts]
+        await router.heard(5, requests=3)
+        first.draining, second.ready = True, True
+        assert await asyncio.gather(*answers) == [unharmed(prompt) for prompt in prompts]
+        assert await router.metric('decant_request_attempts_total{reason="node_draining"}') == 3
+        assert [cancel.reason for cancel in first.cancels] == ["moved"] * 3
+
+
+async def test_f23_a_node_that_an_operator_spares_gives_its_streams_away_and_gets_work_again(folder: Path) -> None:
     first, second = FakeNode("d0", tokens_until_pause=5), FakeNode("d1", ready=False)
     async with router_with(folder, first, second) as router:
         answer = asyncio.ensure_future(streamed(router, "hello"))
         await router.heard(5)
-        first.draining, second.ready = True, True
-        await until(lambda: router.router.fleet.link(NodeId("d0")).health.status.draining)  # type: ignore[union-attr]
+        fleet = router.router.fleet
+        second.ready = True
+        await until(lambda: fleet.link(NodeId("d1")).usable)  # type: ignore[union-attr]
+        assert fleet.withhold(NodeId("d0"), resume=False)
+        assert not fleet.link(NodeId("d0")).attempts  # type: ignore[union-attr]
+        assert await answer == unharmed("hello")
         assert await streamed(router, "other") == unharmed("other")
         assert len(first.submits) == 1
+        fleet.withhold(NodeId("d0"), resume=True)
+        fleet.withhold(NodeId("d1"), resume=False)
         first.tokens_until_pause = None
+        assert await streamed(router, "third") == unharmed("third")
+
+
+async def test_a_stream_that_finds_only_a_full_node_goes_on_when_the_node_has_room_again(folder: Path) -> None:
+    first = FakeNode("d0", tokens_until_pause=5)
+    second = FakeNode("d1", refusal="overloaded", retry_after_s=0.02, ready=False)
+    async with router_with(folder, first, second) as router:
+        answer = asyncio.ensure_future(streamed(router, "hello"))
+        await router.heard(5)
+        second.ready = True
+        await until(lambda: router.router.fleet.link(NodeId("d1")).usable)  # type: ignore[union-attr]
+        await first.kill()
+        await until(lambda: len(second.submits) >= 4)
+        second.refusal = None
         assert await answer == unharmed("hello")
+        link = router.router.fleet.link(NodeId("d1"))
+        assert link is not None
+        assert (link.attempts, link.pending_prompts, link.pending_tokens) == (set(), 0, 0)
 
 
 async def test_a_submission_names_prefill_nodes_with_tickets_that_they_accept(folder: Path) -> None:

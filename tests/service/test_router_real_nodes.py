@@ -23,7 +23,10 @@ from foundation.keys import write_key_file
 pytestmark = [pytest.mark.sockets, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 NAMES = ("prefill-0", "decode-0", "decode-1")
-MOVED = 'decant_request_attempts_total{reason="node_lost"}'
+DRAINED = "decode-0"
+"""Has time to drain; the grace of the others is over at once."""
+NODE_LOST = 'decant_request_attempts_total{reason="node_lost"}'
+NODE_DRAINING = 'decant_request_attempts_total{reason="node_draining"}'
 
 START_LIMIT_S = 90.0
 STREAMS = 6
@@ -97,7 +100,7 @@ def _command(name: str, folder: Path, key_file: Path, registry: str) -> list[str
     settings: dict[str, object] = {f"--{kind}-port": free_port() for kind in ("control", "data", "http")}
     settings |= {"--model": folder, "--node-id": name, "--registry": registry}
     settings |= {"--kv-cache-memory-bytes": "64MiB", "--staging-bytes": "8MiB", "--slot-bytes": "64KiB"}
-    settings |= {"--drain-grace-s": 0.2}
+    settings |= {"--drain-grace-s": 60 if name == DRAINED else 0.2}
     role = name.split("-")[0]
     if role == "prefill":
         settings["--key-file"] = key_file
@@ -137,7 +140,7 @@ async def interrupted(cluster: Cluster, victim: str) -> AsyncIterator[None]:
     """Answers are under way, some of them on the victim, while the body harms it; afterwards they equal the unharmed run."""
     router = cluster.router
     unharmed = await answers(router)
-    moved_before = await router.metric(MOVED)
+    moved_before = await attempts_moved(router)
     begun: asyncio.Queue[int] = asyncio.Queue()
     running = asyncio.ensure_future(answers(router, begun))
     for _ in range(STREAMS):
@@ -148,8 +151,12 @@ async def interrupted(cluster: Cluster, victim: str) -> AsyncIterator[None]:
     assert cut_off, "the victim serves some of the streams"
     yield
     assert await running == unharmed
-    moved = await router.metric(MOVED) - moved_before
+    moved = await attempts_moved(router) - moved_before
     assert 1 <= moved <= cut_off
+
+
+async def attempts_moved(router: RouterUnderTest) -> float:
+    return await router.metric(NODE_LOST) + await router.metric(NODE_DRAINING)
 
 
 async def test_f36_a_decode_node_that_is_stopped_and_goes_on_later_changes_no_token(cluster: Cluster) -> None:
@@ -163,9 +170,20 @@ async def test_f36_a_decode_node_that_is_stopped_and_goes_on_later_changes_no_to
     assert await answers(cluster.router)
 
 
+async def test_f23_the_streams_of_a_draining_decode_node_move_at_once_and_it_leaves(cluster: Cluster) -> None:
+    node = cluster.nodes[DRAINED]
+    lost_before = await cluster.router.metric(NODE_LOST)
+    async with interrupted(cluster, DRAINED):
+        node.signal(signal.SIGTERM)
+        assert await node.ended() == 0
+    assert await cluster.router.metric(NODE_LOST) == lost_before, "no stream was cut"
+    await node.start()
+    await cluster.all_usable()
+
+
 async def test_f23_a_decode_node_whose_grace_ends_in_mid_stream_changes_no_token(cluster: Cluster) -> None:
-    node = cluster.nodes["decode-0"]
-    async with interrupted(cluster, "decode-0"):
+    node = cluster.nodes["decode-1"]
+    async with interrupted(cluster, "decode-1"):
         node.signal(signal.SIGTERM)
     await node.ended()
     await node.start()

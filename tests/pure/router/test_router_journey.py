@@ -26,6 +26,7 @@ from router.journey import (
     Fail,
     Finish,
     Journey,
+    Moved,
     NoPlace,
     Output,
     PatienceOver,
@@ -50,8 +51,8 @@ def tokens(first: int, *ids: int) -> tuple[Token, ...]:
     return tuple(Token(PROMPT + first + index, token_id) for index, token_id in enumerate(ids))
 
 
-def running(node: NodeId = D0, max_tokens: int = 100, most_attempts: int = 5) -> Journey:
-    journey = Journey(RequestId("r"), PROMPT, max_tokens, most_attempts)
+def running(node: NodeId = D0, max_tokens: int = 100, most_lost: int = 5) -> Journey:
+    journey = Journey(RequestId("r"), PROMPT, max_tokens, most_lost)
     assert journey.begin() == [Place(frozenset())]
     assert journey.handle(Placed(node)) == [Begin(1, node, AttemptReason.FIRST)]
     return journey
@@ -77,6 +78,7 @@ def in_state(state: State) -> Journey:
 EVENTS: dict[type[Event], Event] = {
     Placed: Placed(D1),
     NoPlace: NoPlace("no_decode_node"),
+    Moved: Moved(1, D1),
     PatienceOver: PatienceOver(),
     Output: Output(1, tokens(0, 7)),
     AttemptLost: AttemptLost(1, "node_silent"),
@@ -92,8 +94,9 @@ TERMINAL = (State.FINISHED, State.FAILED, State.CANCELLED)
 def test_every_pair_of_state_and_event_is_handled_or_a_bug(state: State, kind: type[Event]) -> None:
     journey = in_state(state)
     if (state, kind) not in TRANSITIONS:
-        assert kind in (Placed, NoPlace), "only the answers to Place may be absent"
-        assert state is not State.PLACING
+        assert (kind in (Placed, NoPlace) and state is not State.PLACING) or (
+            kind is Moved and state is not State.RUNNING
+        ), "only answers to Place, and moves of what has no node, may be absent"
         with pytest.raises(KeyError):
             journey.handle(EVENTS[kind])
         return
@@ -146,7 +149,7 @@ def test_a_gap_in_positions_ends_the_attempt_and_what_comes_after_it_is_never_sh
 
 
 def test_a_request_takes_down_a_bounded_number_of_nodes() -> None:
-    journey = running(most_attempts=2)
+    journey = running(most_lost=2)
     journey.handle(AttemptLost(1, "node_silent"))
     journey.handle(Placed(D1))
     assert journey.handle(AttemptLost(2, "node_silent"))[-1] == Fail("node_silent", retryable=True)
@@ -161,6 +164,33 @@ def test_a_node_that_refuses_twice_for_the_same_reason_is_not_asked_again() -> N
     assert journey.handle(refusal(1)) == [Place(frozenset({D0}))]
     assert journey.handle(Placed(D0)) == [Begin(2, D0, AttemptReason.NODE_REFUSED)]
     assert journey.handle(refusal(2)) == [Fail("overloaded", retryable=True)]
+
+
+def test_a_stream_that_has_begun_asks_a_full_node_again_when_the_node_says() -> None:
+    journey = running(most_lost=2)
+    journey.handle(Output(1, tokens(0, 4)))
+
+    def refusal(attempt: int) -> Output:
+        return Output(attempt, ending=Ending.FAILED, failure="overloaded", retryable=True, retry_after_s=0.5)
+
+    assert journey.handle(refusal(1)) == [Place(frozenset({D0}))]
+    for attempt in range(2, 6):
+        assert journey.handle(Placed(D0)) == [Begin(attempt, D0, AttemptReason.NODE_REFUSED)]
+        assert journey.handle(refusal(attempt)) == [Place(frozenset({D0}), 0.5)]
+    assert journey.lost == [(D0, "overloaded")]
+    assert journey.handle(DeadlinePassed()) == [Fail("deadline", retryable=True)]
+
+
+def test_f23_a_stream_moves_from_a_node_that_leaves_with_its_log_and_what_comes_late_changes_nothing() -> None:
+    journey = running(most_lost=1)
+    journey.handle(Output(1, tokens(0, 4, 5)))
+    effects = journey.handle(Moved(1, D1))
+    assert effects == [CancelAttempt(1, D0, "moved"), Begin(2, D1, AttemptReason.NODE_DRAINING)]
+    assert journey.handle(Moved(1, D0)) == []
+    assert journey.handle(Output(1, tokens(2, 9), Ending.CANCELLED)) == [Dropped("stale_attempt", 1)]
+    assert journey.handle(Output(2, tokens(2, 6))) == [Deliver(tokens(2, 6))]
+    assert journey.log == [4, 5, 6]
+    assert journey.lost == []
 
 
 def test_a_final_failure_is_passed_on() -> None:
@@ -202,7 +232,7 @@ ANSWER = tuple(range(100, 120))
 @given(st.data())
 def test_no_order_of_losses_repeats_and_late_messages_loses_or_repeats_a_token(data: st.DataObject) -> None:
     """Nodes compute ANSWER from their settled tokens on; their messages arrive in any interleaving, some twice, some never."""
-    journey = Journey(RequestId("r"), PROMPT, len(ANSWER), most_attempts=50)
+    journey = Journey(RequestId("r"), PROMPT, len(ANSWER), most_lost=50)
     delivered: list[int] = []
     settled_at: dict[int, int] = {}
 
@@ -223,6 +253,9 @@ def test_no_order_of_losses_repeats_and_late_messages_loses_or_repeats_a_token(d
         attempt = data.draw(st.sampled_from(sorted(settled_at)))
         if data.draw(st.integers(0, 9)) == 0:
             carry_out(journey.handle(AttemptLost(attempt, "node_silent")))
+            continue
+        if journey.state is State.RUNNING and data.draw(st.integers(0, 9)) == 0:
+            carry_out(journey.handle(Moved(attempt, NodeId(f"d{attempt}"))))
             continue
         # Anything that this attempt may ever have said: a run of its own answer.
         first = data.draw(st.integers(settled_at[attempt], len(ANSWER) - 1))

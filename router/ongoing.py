@@ -1,0 +1,354 @@
+"""One request in flight: the rim around its `journey`. It carries out what the journey decides, and holds its two timers.
+
+The common case, one more token of the current attempt, takes a short way through `output`: no event and no effect is made for it.
+
+Must not know: other requests, HTTP, gRPC servers, how text is written out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, assert_never
+
+from decant_proto.v1 import node_pb2, types_pb2
+
+from foundation.ids import AttemptId, NodeId, RequestId
+from foundation.log import get_logger
+from foundation.metrics import RouterMetrics
+from router.answer import AnswerStream
+from router.fleet import Fleet
+from router.generation import Generation
+from router.journey import (
+    AttemptLost,
+    Begin,
+    CancelAttempt,
+    ClientLeft,
+    DeadlinePassed,
+    Deliver,
+    Dropped,
+    Effect,
+    Ending,
+    Event,
+    Fail,
+    Finish,
+    Journey,
+    Moved,
+    NoPlace,
+    Output,
+    PatienceOver,
+    Place,
+    Placed,
+    State,
+    StopStringFound,
+)
+from router.placement import NoPlacement, Placement, prefix_chain
+from router.tokenizer import ModelText
+from router.wording import Account, computed_on, placement_reason, refusal_of, sampling_message
+
+log = get_logger()
+
+PATIENCE_S = 5.0
+"""A request that has shown nothing yet waits so long for a decode node."""
+FAILOVER_PATIENCE_S = 30.0
+"""A stream that has begun waits so long for another one."""
+_HOPELESS = frozenset({"context_too_short", "deadline_unmeetable"})
+_OVER = (State.FINISHED, State.FAILED, State.CANCELLED)
+
+_ENDINGS = {
+    types_pb2.FINISH_REASON_STOP: Ending.STOP,
+    types_pb2.FINISH_REASON_LENGTH: Ending.LENGTH,
+    types_pb2.FINISH_REASON_CANCELLED: Ending.CANCELLED,
+    types_pb2.FINISH_REASON_FAILED: Ending.FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all requests of a router share."""
+
+    fleet: Fleet
+    text: ModelText
+    metrics: RouterMetrics
+    now: Callable[[], float]
+    patience_s: float
+    failover_patience_s: float
+
+
+class Books(Protocol):
+    """What a request tells whoever keeps account of all of them."""
+
+    def without_node(self, ongoing: Ongoing) -> None: ...
+
+    def with_node(self, ongoing: Ongoing) -> None: ...
+
+    def first_token(self, ongoing: Ongoing) -> None: ...
+
+    def over(self, ongoing: Ongoing) -> None: ...
+
+
+class Ongoing:
+    def __init__(self, around: Surroundings, books: Books, generation: Generation) -> None:
+        self.generation = generation
+        self.first_token_seen = False
+        self.journey = Journey(RequestId(generation.request_id), len(generation.prompt), generation.sampling.max_tokens)
+        text = around.text
+        decode = text.decode if generation.sampling.skip_special_tokens else text.decode_all
+        self.stream = AnswerStream(
+            generation, decode, lambda: self.handle(StopStringFound()), lambda: self.handle(ClientLeft())
+        )
+        self._around = around
+        self._books = books
+        self._metrics = around.metrics
+        self._fleet = around.fleet
+        self._chain = prefix_chain(generation.prompt)
+        self._placement: Placement | None = None
+        self._attempt_speaks = False
+        """Whether the current attempt has said a token."""
+        self._expected_s: float | None = None
+        """Predicted time to first token, counted from the placement."""
+        self._began_s = self._placed_s = self._last_token_s = around.now()
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.call_later(generation.deadline_s, lambda: self.handle(DeadlinePassed()))
+        self._patience: asyncio.TimerHandle | None = None
+        self._place_again: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        self._carry_out(self.journey.begin())
+
+    def handle(self, event: Event) -> None:
+        self._carry_out(self.journey.handle(event))
+
+    def output(self, output: node_pb2.RequestOutput) -> None:
+        """What a node says of one of this request's attempts."""
+        tokens = output.tokens
+        if self._attempt_speaks and not output.finish_reason and len(tokens) == 1:
+            token = tokens[0]
+            if self.journey.extend(output.attempt, token.position, token.token_id):
+                now_s = self._around.now()
+                self._metrics.inter_token_latency_seconds.observe(now_s - self._last_token_s)
+                self._metrics.generation_tokens_total.inc()
+                self._last_token_s = now_s
+                self.stream.deliver(tokens)
+                return
+        if output.HasField("prompt_account") and self.stream.cached_tokens is None:
+            self.stream.cached_tokens = min(output.prompt_account.cached, len(self.generation.prompt))
+        ending = _ENDINGS.get(output.finish_reason)
+        retry_after_s = output.retry_after_ms / 1000
+        self.handle(Output(output.attempt, tokens, ending, output.failure, output.retryable, retry_after_s))
+
+    def find_place(self) -> None:
+        """A node may have become usable for this request, which has none."""
+        self._place(Place(frozenset(node for node, _ in self.journey.lost)))
+
+    def leave(self, node: NodeId) -> bool:
+        """Go on elsewhere, if another node has room now; False when there is none, and the attempt stays where it is."""
+        journey = self.journey
+        if journey.node != node or journey.state is not State.RUNNING:
+            return True
+        avoid = frozenset(lost for lost, _ in journey.lost)
+        placed = self._fleet.place(journey.next_position, self._missing_tokens, self._chain, avoid, with_room=True)
+        if not isinstance(placed, Placement) or placed.decode.node == node:
+            return False
+        moved = Moved(journey.attempt, placed.decode.node)
+        self._leave_node()
+        self._take(placed)
+        self.handle(moved)
+        return True
+
+    def account(self) -> Account:
+        placement, journey = self._placement, self.journey
+        return Account(
+            request=self.generation.request_id,
+            correlation=self.generation.correlation_id,
+            attempt=journey.attempt,
+            waits_on=journey.node,
+            waits_for=journey.waiting_reason or ("last_token" if self.first_token_seen else "first_token"),
+            since_s=round(self._around.now() - self._began_s, 3),
+            expected_s=self._expected_s,
+            computed_on=computed_on(placement) if placement is not None else None,
+            placed_because=placement_reason(placement) if placement is not None else None,
+            prompt_tokens=len(self.generation.prompt),
+            answer_tokens=len(journey.log),
+            lost=tuple(f"{node}: {reason}" for node, reason in journey.lost),
+        )
+
+    # --- what the journey decides
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Deliver():
+                    self._deliver(effect)
+                case Dropped():
+                    self._metrics.dropped_total.count(effect.reason, effect.count)
+                case Place():
+                    self._place(effect)
+                case Begin():
+                    self._submit(effect)
+                case CancelAttempt():
+                    self._cancel(effect)
+                case Finish():
+                    self.stream.finish(effect.ending)
+                case Fail():
+                    self._fail(effect)
+                case _:
+                    assert_never(effect)
+        if self.journey.state in _OVER:
+            self._end()
+
+    def _place(self, effect: Place) -> None:
+        self._leave_node()
+        self._wait_no_more_to_place()
+        if effect.after_s > 0:
+            self._books.without_node(self)
+            self._place_again = self._loop.call_later(effect.after_s, self.find_place)
+            return
+        placed = self._fleet.place(self.journey.next_position, self._missing_tokens, self._chain, effect.avoid)
+        if isinstance(placed, Placement) and not self.first_token_seen and self._too_late(placed.expected_s):
+            placed = NoPlacement("deadline_unmeetable")
+        match placed:
+            case Placement():
+                self._books.with_node(self)
+                self._stop_patience()
+                self._take(placed)
+                self.handle(Placed(placed.decode.node))
+            case NoPlacement(reason):
+                self._books.without_node(self)
+                self.handle(NoPlace(reason))
+                if reason in _HOPELESS:
+                    self.handle(PatienceOver())
+                elif self._patience is None:
+                    around = self._around
+                    patience_s = around.failover_patience_s if self.first_token_seen else around.patience_s
+                    self._patience = self._loop.call_later(patience_s, lambda: self.handle(PatienceOver()))
+
+    def _take(self, placed: Placement) -> None:
+        self._placement, self._expected_s, self._placed_s = placed, placed.expected_s, self._around.now()
+        self._metrics.placements_total.count(placement_reason(placed))
+        if placed.expected_s is not None:
+            self._metrics.predicted_time_to_first_token_seconds.observe(placed.expected_s)
+
+    def _submit(self, effect: Begin) -> None:
+        placement, fleet = self._placement, self._fleet
+        assert placement is not None
+        assert placement.decode.node == effect.node
+        self._attempt_speaks = False
+        generation, settled = self.generation, tuple(self.journey.log)
+        attempt = AttemptId(self.journey.request, effect.attempt)
+        fleet.begin(generation.request_id, placement, self._chain, self.journey.next_position)
+        submit = node_pb2.Submit(
+            request_id=generation.request_id,
+            attempt=effect.attempt,
+            prompt_token_ids=generation.prompt,
+            settled_token_ids=settled,
+            sampling=sampling_message(generation.sampling),
+            choice_index=generation.choice_index,
+            deadline_ms=self._remaining_ms(),
+            prefill_choices=fleet.prefill_choices(placement, attempt, generation.prompt, settled),
+            local_reason=placement.local_reason,
+        )
+        self._metrics.request_attempts_total.count(effect.why.value)
+        log.debug("attempt begins", request=generation.request_id, attempt=effect.attempt, node=effect.node)
+        link = fleet.link(effect.node)
+        if link is None or not link.send(node_pb2.RouterMessage(submit=submit)):
+            # Not now: the effects in hand come first.
+            lost = AttemptLost(effect.attempt, "not_sent")
+            self._loop.call_soon(lambda: self.handle(lost))
+
+    def _cancel(self, effect: CancelAttempt) -> None:
+        link = self._fleet.link(effect.node)
+        if link is not None:
+            request = self.generation.request_id
+            cancel = node_pb2.Cancel(request_id=request, attempt=effect.attempt, reason=effect.reason)
+            link.send(node_pb2.RouterMessage(cancel=cancel))
+
+    def _deliver(self, effect: Deliver) -> None:
+        metrics, now_s = self._metrics, self._around.now()
+        count = len(effect.tokens)
+        if not self._attempt_speaks:
+            self._attempt_speaks = True
+            self._fleet.first_token_seen(self.generation.request_id)
+        if not self.first_token_seen:
+            self.first_token_seen = True
+            self._books.first_token(self)
+            metrics.time_to_first_token_seconds.observe(now_s - self._began_s)
+            if self._expected_s:
+                metrics.prediction_ratio.observe((now_s - self._placed_s) / self._expected_s)
+        else:
+            metrics.inter_token_latency_seconds.observe((now_s - self._last_token_s) / count)
+        self._last_token_s = now_s
+        metrics.generation_tokens_total.inc(count)
+        self.stream.deliver(effect.tokens)
+
+    def _fail(self, effect: Fail) -> None:
+        if self.journey.attempt == 0:
+            unmeetable = effect.reason == "deadline_unmeetable"
+            self._metrics.requests_refused_total.count(effect.reason if unmeetable else "no_node")
+        self.stream.fail(refusal_of(effect))
+
+    # --- the end
+
+    def _end(self) -> None:
+        if self._deadline.cancelled():
+            return
+        self._deadline.cancel()
+        self._stop_patience()
+        self._wait_no_more_to_place()
+        self._leave_node()
+        self._books.over(self)
+        now_s = self._around.now()
+        self._metrics.e2e_request_latency_seconds.observe(now_s - self._began_s)
+        self._metrics.request_success_total.count(self._end_reason())
+        log.info(
+            "request ended",
+            request=self.generation.request_id,
+            correlation=self.generation.correlation_id or None,
+            state=self.journey.state.value,
+            attempts=self.journey.attempt,
+            prompt_tokens=len(self.generation.prompt),
+            tokens=len(self.journey.log),
+            seconds=round(now_s - self._began_s, 4),
+            lost=[f"{node}: {reason}" for node, reason in self.journey.lost] or None,
+        )
+
+    def _end_reason(self) -> str:
+        match self.journey.state:
+            case State.FINISHED:
+                return self.stream.finish_reason or "stop"
+            case State.CANCELLED:
+                return "cancelled"
+            case _:
+                return "failed"
+
+    def _leave_node(self) -> None:
+        if self._placement is not None:
+            self._fleet.attempt_over(self.generation.request_id, self._placement.decode.node)
+            self._placement = None
+
+    def _stop_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _wait_no_more_to_place(self) -> None:
+        if self._place_again is not None:
+            self._place_again.cancel()
+            self._place_again = None
+
+    # --- time and what is left to do
+
+    @property
+    def _missing_tokens(self) -> int:
+        return self.generation.sampling.max_tokens - len(self.journey.log)
+
+    def _too_late(self, expected_s: float | None) -> bool:
+        """Whether even the first token would come after the deadline, so that all work would be for nothing."""
+        return expected_s is not None and expected_s > self._remaining_s()
+
+    def _remaining_s(self) -> float:
+        return self.generation.deadline_s - (self._around.now() - self._began_s)
+
+    def _remaining_ms(self) -> int:
+        return max(1, round(self._remaining_s() * 1000))
