@@ -91,7 +91,7 @@ DROPPED_REASONS = (
 
 PLACEMENT_REASONS = (
     *("prefill_is_faster", "decode_is_faster", "unmeasured", "always"),
-    *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "lane_broken"),
+    *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "lane_broken", "fork"),
 )
 LANES_SHOWN = 64
 """Nodes come and go under new names: only the lanes that were measured last are exported."""

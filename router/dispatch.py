@@ -60,7 +60,7 @@ class Dispatcher:
         if self.draining:
             self._metrics.requests_refused_total.count("draining")
             raise RequestRefused(unavailable("this router is shutting down", "draining"))
-        prompt_tokens = len(generation.prompt)
+        prompt_tokens = generation.own_prompt_tokens
         if (sentence := self._admission.refusal(prompt_tokens)) is not None:
             raise self._overloaded(sentence)
         ongoing = Ongoing(self._around, self, generation)
@@ -132,14 +132,14 @@ class Dispatcher:
         self._without_node.pop(ongoing.generation.request_id, None)
 
     def first_token(self, ongoing: Ongoing) -> None:
-        self._admission.leave(len(ongoing.generation.prompt))
+        self._admission.leave(ongoing.generation.own_prompt_tokens)
         self._set_gauges()
 
     def over(self, ongoing: Ongoing) -> None:
         del self._ongoing[ongoing.generation.request_id]
         self._without_node.pop(ongoing.generation.request_id, None)
         if not ongoing.first_token_seen:
-            self._admission.leave(len(ongoing.generation.prompt))
+            self._admission.leave(ongoing.generation.own_prompt_tokens)
         if not self._ongoing:
             self._idle.set()
         self._set_gauges()

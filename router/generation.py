@@ -14,11 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from router.family import Family
+
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 MOST_STOP_TOKEN_IDS = 256
 LONGEST_STOP_CHARACTERS = 1024
 MOST_BIASES = 1024
+MOST_BAD_WORDS = 64
+LONGEST_BAD_WORD_TOKENS = 64
 LARGEST_BIAS = 100.0
 LARGEST_PENALTY = 2.0
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -95,6 +99,8 @@ class SamplingWishes:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
     grammar: str = ""
     max_tokens_parameter: str = "max_tokens"
     """The field that gave `max_tokens`, for messages."""
@@ -126,6 +132,10 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str = ""
     """What the answer must follow, in llguidance's form; see `router.grammar`."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else may be drawn; empty: anything."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that may not stand in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +147,15 @@ class Generation:
     sampling: Sampling
     deadline_s: float
     choice_index: int = 0
+    family: Family | None = field(default=None, compare=False)
+    """All choices of the prompt, where there are several."""
     correlation_id: str = ""
     """The client's own x-request-id, for logs alone."""
+
+    @property
+    def own_prompt_tokens(self) -> int:
+        """A prompt with several choices is counted, and read, once: with the first of them."""
+        return len(self.prompt) if self.choice_index == 0 else 0
 
 
 def mint_request_id() -> str:
@@ -153,8 +170,10 @@ def checked_sampling(
     default_max_tokens: int | None,
     context_limit: int,
     vocabulary_size: int,
+    bad_words: Sequence[tuple[int, ...]] = (),
 ) -> Sampling:
-    """Raises RequestRefused naming the first field that is wrong. `default_max_tokens` None: what the context leaves."""
+    """Raises RequestRefused naming the first field that is wrong. `default_max_tokens` None: what the context leaves.
+    `bad_words`: those of the wishes as tokens."""
     temperature = defaults.temperature if wishes.temperature is None else wishes.temperature
     _check_number("temperature", temperature, 0.0, math.inf)
     top_p = defaults.top_p if wishes.top_p is None else wishes.top_p
@@ -181,6 +200,9 @@ def checked_sampling(
     if wishes.grammar and (min_tokens or wishes.ignore_eos):
         parameter = "min_tokens" if min_tokens else "ignore_eos"
         raise invalid(parameter, f"{parameter} contradicts a grammar, whose end ends the answer")
+    if wishes.grammar and (wishes.allowed_token_ids or bad_words):
+        parameter = "allowed_token_ids" if wishes.allowed_token_ids else "bad_words"
+        raise invalid(parameter, f"{parameter} may forbid what a grammar asks for; one of the two may be given")
     return Sampling(
         seed=secrets.randbits(64) if wishes.seed is None else wishes.seed % SEED_RANGE,
         max_tokens=max_tokens,
@@ -200,6 +222,8 @@ def checked_sampling(
         frequency_penalty=frequency,
         logit_bias=_checked_biases(wishes.logit_bias, vocabulary_size),
         grammar=wishes.grammar,
+        allowed_token_ids=_checked_allowed(wishes.allowed_token_ids, bad_words, vocabulary_size),
+        bad_words=_checked_bad_words(bad_words),
     )
 
 
@@ -271,6 +295,28 @@ def _checked_stop_token_ids(token_ids: Sequence[int], vocabulary_size: int) -> t
                 "stop_token_ids", f"stop_token_ids holds {token_id}; the vocabulary has 0 to {vocabulary_size - 1}"
             )
     return tuple(token_ids)
+
+
+def _checked_allowed(
+    token_ids: Sequence[int], bad_words: Sequence[tuple[int, ...]], vocabulary_size: int
+) -> tuple[int, ...]:
+    allowed = frozenset(token_ids)
+    for token_id in allowed:
+        if not 0 <= token_id < vocabulary_size:
+            raise invalid(
+                "allowed_token_ids",
+                f"allowed_token_ids holds {token_id}; the vocabulary has 0 to {vocabulary_size - 1}",
+            )
+    if allowed and allowed <= {word[-1] for word in bad_words}:
+        raise invalid("allowed_token_ids", "allowed_token_ids holds only tokens that bad_words may forbid")
+    return tuple(sorted(allowed))
+
+
+def _checked_bad_words(words: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    for word in words:
+        if not 0 < len(word) <= LONGEST_BAD_WORD_TOKENS:
+            raise invalid("bad_words", f"a bad word must have 1 to {LONGEST_BAD_WORD_TOKENS} tokens, not {len(word)}")
+    return tuple(words)
 
 
 def _checked_biases(biases: Mapping[int, float], vocabulary_size: int) -> dict[int, float]:

@@ -45,6 +45,30 @@ def from_choice(parameter: str, choices: Sequence[str]) -> str:
     return checked(parameter, LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices))))
 
 
+CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
+"""Around a call's JSON, as in Hermes models."""
+
+
+def from_functions(
+    parameter: str, functions: Sequence[tuple[str, Mapping[str, Any] | None]], most_calls: int | None
+) -> str:
+    """The answer is nothing but calls of these functions, with arguments that follow their schemas, as `router.tool_calls` reads
+    them. `most_calls`: 1, or None for any number. Raises RequestRefused."""
+    rules = []
+    for index, (name, schema) in enumerate(functions):
+        call = {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": schema or {"type": "object", "properties": {}}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        rules.append(f"function_{index}: %json {json.dumps(call)}")
+    one_of = " | ".join(f"function_{index}" for index in range(len(functions)))
+    more = "" if most_calls == 1 else ' ("\\n" call)*'
+    call_rule = f'call: "{CALL_BEGINS}\\n" ({one_of}) "\\n{CALL_ENDS}"'
+    return checked(parameter, LLMatcher.grammar_from_lark("\n".join([f"start: call{more}", call_rule, *rules])))
+
+
 def from_lark(parameter: str, grammar: str) -> str:
     """Raises RequestRefused."""
     if not grammar.strip():

@@ -121,6 +121,10 @@ def _wishes(request: inference_pb2.GenerateRequest) -> SamplingWishes:
         presence_penalty=asked.presence_penalty if given("presence_penalty") else None,
         frequency_penalty=asked.frequency_penalty if given("frequency_penalty") else None,
         logit_bias=dict(asked.logit_bias),
+        allowed_token_ids=tuple(asked.allowed_token_ids),
+        bad_words=tuple(asked.bad_words),
+        include_stop=request.include_stop_str_in_output if request.HasField("include_stop_str_in_output") else None,
+        skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else None,
         grammar=_grammar(request),
     )
 
@@ -133,6 +137,8 @@ def _grammar(request: inference_pb2.GenerateRequest) -> str:
             return grammars.from_regex("regex", request.regex)
         case "choice":
             return grammars.from_choice("choice.texts", request.choice.texts)
+        case "grammar":
+            return grammars.from_lark("grammar", request.grammar)
         case None:
             return ""
 

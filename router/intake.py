@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from router.family import Family
 from router.generation import (
+    LONGEST_STOP_CHARACTERS,
+    MOST_BAD_WORDS,
     Generation,
     Refusal,
     RefusalKind,
@@ -30,6 +33,14 @@ LONG_TEXT_CHARACTERS = 16_384
 """Texts from this length on are tokenized in a thread, so that other requests' tokens do not wait for them."""
 
 
+Cut = Callable[[Sequence[int]], Sequence[int]]
+"""What is left of a prompt."""
+
+
+def uncut(tokens: Sequence[int]) -> Sequence[int]:
+    return tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Intake:
     """`context_limit` is asked at each request, for it depends on the nodes that are connected."""
@@ -38,6 +49,8 @@ class Intake:
     text: ModelText
     context_limit: Callable[[], int]
     request_timeout_s: float
+    tool_call_parser: str = "hermes"
+    """One of `router.tool_calls.PARSERS`."""
 
     def check_model(self, model: str | None) -> None:
         """Raises RequestRefused unless it is the one that is served, or none is named."""
@@ -51,20 +64,24 @@ class Intake:
                 )
             )
 
-    async def prompt_from_text(self, parameter: str, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+    async def prompt_from_text(
+        self, parameter: str, text: str, *, special_tokens: bool = True, cut: Cut = uncut
+    ) -> tuple[int, ...]:
         if not text:
             raise invalid(parameter, f"{parameter} must not be empty: there is nothing to answer", "empty_prompt")
-        return self.prompt_from_tokens(parameter, await self.tokenize(parameter, text, special_tokens=special_tokens))
+        tokens = await self.tokenize(parameter, text, special_tokens=special_tokens)
+        return self.prompt_from_tokens(parameter, cut(tokens))
 
     async def tokenize(self, parameter: str, text: str, *, special_tokens: bool) -> list[int]:
         """Raises RequestRefused for a text that is no Unicode."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise invalid(parameter, f"{parameter} holds half of a surrogate pair, which is no character") from None
         if len(text) < LONG_TEXT_CHARACTERS:
-            return self.text.encode(text, special_tokens=special_tokens)
+            return self._tokens(parameter, text, special_tokens=special_tokens)
+        _check_unicode(parameter, text)
         return await asyncio.to_thread(self.text.encode, text, special_tokens=special_tokens)
+
+    def _tokens(self, parameter: str, text: str, *, special_tokens: bool = False) -> list[int]:
+        _check_unicode(parameter, text)
+        return self.text.encode(text, special_tokens=special_tokens)
 
     def prompt_from_tokens(self, parameter: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         return checked_prompt(
@@ -78,21 +95,31 @@ class Intake:
         *,
         continued: bool = False,
         special_tokens: bool = False,
+        cut: Cut = uncut,
     ) -> tuple[int, ...]:
         """`variables`: further ones of the chat template. `continued`: the answer goes on where the last message ends."""
-        text = self.chat_text(messages, variables)
-        if continued:
-            text = _cut_after_last_message(text, messages)
-        return await self.prompt_from_text("messages", text, special_tokens=special_tokens)
+        text = self.chat_text(messages, variables, continued=continued)
+        return await self.prompt_from_text("messages", text, special_tokens=special_tokens, cut=cut)
 
     def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        continued: bool = False,
     ) -> str:
         """Raises RequestRefused when there are none, or when the model's template cannot render them."""
         if not messages:
             raise invalid("messages", "messages must not be empty: there is nothing to answer", "empty_prompt")
+        for name in ("tools", "documents"):
+            if variables.get(name) and not self.text.template_knows(name):
+                raise _template_without(name)
+        for index, message in enumerate(messages):
+            if message.get("tool_calls") and not self.text.template_knows("tool_calls"):
+                raise _template_without(f"messages[{index}].tool_calls")
         try:
-            return self.text.render_chat(messages, variables)
+            text = self.text.render_chat(messages, variables)
+            return _cut_after_last_message(text, messages) if continued else text
         except NoChatTemplate:
             raise invalid(
                 "messages",
@@ -114,7 +141,9 @@ class Intake:
     ) -> list[Generation]:
         """One for each choice of each prompt, prompt by prompt. Raises RequestRefused naming the field that is wrong."""
         generations = []
+        bad_words = self._bad_words(wishes.bad_words)
         for prompt in prompts:
+            family = Family(choices) if choices > 1 else None
             sampling = checked_sampling(
                 wishes,
                 self.text.sampling_defaults,
@@ -122,13 +151,65 @@ class Intake:
                 default_max_tokens=default_max_tokens,
                 context_limit=self.context_limit(),
                 vocabulary_size=self.text.vocabulary_size,
+                bad_words=bad_words,
             )
             deadline_s = min(timeout_s or self.request_timeout_s, self.request_timeout_s)
             generations += [
-                Generation(mint_request_id(), prompt, sampling, deadline_s, choice, correlation_id)
+                Generation(mint_request_id(), prompt, sampling, deadline_s, choice, family, correlation_id)
                 for choice in range(choices)
             ]
         return generations
+
+    def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Each as it is written at the beginning of a text and, where that is as long, after a space (as vLLM takes them).
+
+        Raises RequestRefused.
+        """
+        if len(words) > MOST_BAD_WORDS:
+            raise invalid("bad_words", f"bad_words may hold at most {MOST_BAD_WORDS} words, not {len(words)}")
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            if not word.strip() or len(word) > LONGEST_STOP_CHARACTERS:
+                raise invalid(
+                    "bad_words", f"a bad word must have 1 to {LONGEST_STOP_CHARACTERS} characters, not only spaces"
+                )
+            bare = tuple(self._tokens("bad_words", word.lstrip()))
+            spaced = tuple(self._tokens("bad_words", " " + word.lstrip()))
+            found.append(bare)
+            if spaced[0] != bare[0] and len(spaced) == len(bare):
+                found.append(spaced)
+        return found
+
+    def cut(self, most_tokens: int | None, side: str | None, max_tokens: int | None) -> Cut:
+        """At most `most_tokens` of a prompt, the last ones unless `side` is right; -1: as many as the context leaves beside
+        max_tokens. Raises RequestRefused."""
+        if most_tokens is None:
+            if side is not None:
+                raise invalid("truncation_side", "truncation_side may only be given with truncate_prompt_tokens")
+            return uncut
+        if most_tokens == -1:
+            most_tokens = max(1, self.context_limit() - max(1, max_tokens or 1))
+        if most_tokens < 1:
+            raise invalid(
+                "truncate_prompt_tokens", f"truncate_prompt_tokens must be -1 or at least 1, not {most_tokens}"
+            )
+        kept = slice(most_tokens) if side == "right" else slice(-most_tokens, None)
+        return lambda tokens: tokens[kept]
+
+
+def _template_without(parameter: str) -> RequestRefused:
+    return invalid(
+        parameter,
+        f"{parameter} cannot be given to this model: its chat template does not write it (--chat-template sets another)",
+        "unsupported_parameter",
+    )
+
+
+def _check_unicode(parameter: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(parameter, f"{parameter} holds half of a surrogate pair, which is no character") from None
 
 
 def _cut_after_last_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:

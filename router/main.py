@@ -60,7 +60,8 @@ def run(options: RouterOptions) -> int:
     """Serves until SIGTERM or SIGINT. Raises StartError when it cannot start; returns the process's exit code."""
     logs.configure(options.log_level, options.log_format, role="router")
     keys = read_master_keys(Path(options.key_file).expanduser())
-    text = ModelText.from_folder(resolve_model_folder(options.model, options.revision))
+    template = Path(options.chat_template) if options.chat_template is not None else None
+    text = ModelText.from_folder(resolve_model_folder(options.model, options.revision), template)
     require_free_port("--grpc-port", options.host, options.grpc_port)
     with listen("--http-port", options.host, options.http_port) as listener:
         return uvloop.run(_serve_until_signalled(options, keys, text, listener))
@@ -125,6 +126,7 @@ class Router:
             text,
             self._context_limit,
             options.request_timeout_s,
+            options.tool_call_parser,
         )
         self._own_context_limit = _least(options.max_model_len, text.context_limit)
         self._http = HttpServer(self.intake, self.dispatcher, self.fleet, self.metrics, options.max_body_bytes)

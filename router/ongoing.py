@@ -18,6 +18,7 @@ from foundation.ids import AttemptId, NodeId, RequestId
 from foundation.log import get_logger
 from foundation.metrics import RouterMetrics
 from router.answer import AnswerStream
+from router.family import Lead
 from router.fleet import Fleet
 from router.generation import Generation
 from router.journey import (
@@ -104,6 +105,8 @@ class Ongoing:
         self._fleet = around.fleet
         self._chain = prefix_chain(generation.prompt)
         self._placement: Placement | None = None
+        self._follows: Lead | None = None
+        """Whose KV of the same prompt the current attempt shares."""
         self._attempt_speaks = False
         """Whether the current attempt has said a token."""
         self._expected_s: float | None = None
@@ -153,6 +156,7 @@ class Ongoing:
             return False
         moved = Moved(journey.attempt, placed.decode.node)
         self._leave_node()
+        self._follows = None
         self._take(placed)
         self.handle(moved)
         return True
@@ -205,7 +209,10 @@ class Ongoing:
             self._books.without_node(self)
             self._place_again = self._loop.call_later(effect.after_s, self.find_place)
             return
-        placed = self._fleet.place(self.journey.next_position, self._missing_tokens, self._chain, effect.avoid)
+        placed = self._beside_leader(effect.avoid)
+        placed = placed or self._fleet.place(
+            self.journey.next_position, self._missing_tokens, self._chain, effect.avoid
+        )
         if isinstance(placed, Placement) and not self.first_token_seen and self._too_late(placed.expected_s):
             placed = NoPlacement("deadline_unmeetable")
         match placed:
@@ -224,6 +231,12 @@ class Ongoing:
                     patience_s = around.failover_patience_s if self.first_token_seen else around.patience_s
                     self._patience = self._loop.call_later(patience_s, lambda: self.handle(PatienceOver()))
 
+    def _beside_leader(self, avoid: frozenset[NodeId]) -> Placement | None:
+        """With the choice of the same prompt that gets its KV, if there is one."""
+        family = self.generation.family
+        self._follows = family.lead_from(avoid) if family is not None else None
+        return Placement(self._follows.decode, (), "fork") if self._follows is not None else None
+
     def _take(self, placed: Placement) -> None:
         self._placement, self._expected_s, self._placed_s = placed, placed.expected_s, self._around.now()
         self._metrics.placements_total.count(placement_reason(placed))
@@ -237,7 +250,11 @@ class Ongoing:
         self._attempt_speaks = False
         generation, settled = self.generation, tuple(self.journey.log)
         attempt = AttemptId(self.journey.request, effect.attempt)
-        fleet.begin(generation.request_id, placement, self._chain, self.journey.next_position)
+        family, follows = generation.family, self._follows
+        tokens = 1 if follows is not None else self.journey.next_position
+        fleet.begin(generation.request_id, placement, self._chain, tokens)
+        if family is not None and follows is None:
+            family.lead = Lead(generation.request_id, effect.attempt, placement.decode)
         submit = node_pb2.Submit(
             request_id=generation.request_id,
             attempt=effect.attempt,
@@ -248,6 +265,9 @@ class Ongoing:
             deadline_ms=self._remaining_ms(),
             prefill_choices=fleet.prefill_choices(placement, attempt, generation.prompt, settled),
             local_reason=placement.local_reason,
+            choices=family.choices if family is not None and follows is None else 1,
+            fork_of=follows.request if follows is not None else "",
+            fork_attempt=follows.attempt if follows is not None else 0,
         )
         self._metrics.request_attempts_total.count(effect.why.value)
         log.debug("attempt begins", request=generation.request_id, attempt=effect.attempt, node=effect.node)
@@ -326,6 +346,8 @@ class Ongoing:
         if self._placement is not None:
             self._fleet.attempt_over(self.generation.request_id, self._placement.decode.node)
             self._placement = None
+            if self.generation.family is not None:
+                self.generation.family.left(self.generation.request_id)
 
     def _stop_patience(self) -> None:
         if self._patience is not None:

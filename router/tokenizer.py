@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 import xxhash
 from tokenizers import Tokenizer
@@ -24,6 +25,7 @@ from foundation.errors import ConfigurationError
 from router.generation import SamplingDefaults
 
 SETTING = "--model"
+TEMPLATE_SETTING = "--chat-template"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -55,6 +57,7 @@ class ModelText:
         """Of single tokens, as far as they have been asked for: at most the vocabulary."""
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = _environment().from_string(chat_template) if chat_template is not None else None
+        self._template_words = _words_of(chat_template) if chat_template is not None else frozenset()
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.context_limit = context_limit
         self.vocabulary_size: int = vocabulary_size or tokenizer.get_vocab_size(with_added_tokens=True)
@@ -63,8 +66,11 @@ class ModelText:
         self._bytes_of_symbols = _byte_level_alphabet() if decoder.get("type") == "ByteLevel" else None
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelText:
-        """Raises ConfigurationError naming --model and the file that is missing or broken."""
+    def from_folder(cls, folder: Path, chat_template: Path | None = None) -> ModelText:
+        """`chat_template`: a file to be used instead of the model's own.
+
+        Raises ConfigurationError naming --model or --chat-template and the file that is missing or broken.
+        """
         if not folder.is_dir():
             raise ConfigurationError(SETTING, f"{folder} is not a folder")
         config = _read_json(folder / "config.json", required=True)
@@ -76,10 +82,11 @@ class ModelText:
         except Exception as error:  # the library raises nothing narrower
             raise ConfigurationError(SETTING, f"{file} is not a tokenizer: {error}") from None
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
+        template = _chat_template(folder, tokenizer_config) if chat_template is None else _read_template(chat_template)
         try:
             return cls(
                 tokenizer,
-                _chat_template(folder, tokenizer_config),
+                template,
                 _special_tokens(tokenizer_config),
                 _sampling_defaults(_read_json(folder / "generation_config.json")),
                 _whole_number(config, "max_position_embeddings"),
@@ -87,7 +94,8 @@ class ModelText:
                 f"xxh3:{xxhash.xxh3_64_hexdigest(file.read_bytes())}",
             )
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigurationError(SETTING, f"the chat template of {folder} cannot be read: {error}") from None
+            setting, place = (SETTING, folder) if chat_template is None else (TEMPLATE_SETTING, chat_template)
+            raise ConfigurationError(setting, f"the chat template of {place} cannot be read: {error}") from None
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
@@ -111,6 +119,10 @@ class ModelText:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
+    def symbols(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the tokenizer itself writes them."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     def token_bytes(self, token_id: int) -> list[int]:
         """The bytes that a token stands for; several tokens may share one character's bytes."""
         if self._bytes_of_symbols is None:
@@ -120,6 +132,10 @@ class ModelText:
         if any(byte is None for byte in found):  # an added token, which is written as it is
             return list(self.decode_all([token_id]).encode())
         return [byte for byte in found if byte is not None]
+
+    def template_knows(self, word: str) -> bool:
+        """Whether the chat template asks for a variable or a field of this name; what it never asks for it cannot write."""
+        return word in self._template_words
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
@@ -135,6 +151,15 @@ class ModelText:
             return self._chat_template.render({**defaults, **variables, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise ChatTemplateRefused(str(error)) from None
+
+
+def _words_of(template: str) -> frozenset[str]:
+    """Names of variables and fields, and the constants by which fields are asked for (`message['content']`)."""
+    tree = _environment().parse(template)
+    names = {node.name for node in tree.find_all(jinja2.nodes.Name)}
+    fields = {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
+    constants = {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+    return frozenset(names | fields | constants)
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -191,6 +216,13 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     if isinstance(found, list):  # several, by name
         found = next((one.get("template") for one in found if one.get("name") == "default"), None)
     return found if isinstance(found, str) else None
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(TEMPLATE_SETTING, f"cannot read {file}: {error}") from None
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

@@ -68,6 +68,8 @@ def sampling_message(sampling: Sampling) -> types_pb2.SamplingParameters:
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=sampling.logit_bias,
         grammar=sampling.grammar,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=[types_pb2.TokenSequence(ids=word) for word in sampling.bad_words],
     )
 
 
@@ -81,6 +83,10 @@ _SENTENCES = {
     "no_decode_node": (RefusalKind.UNAVAILABLE, "no decode node is connected to this router"),
     "context_too_short": (RefusalKind.INVALID, "no decode node that is up has a context long enough for this prompt"),
     "prompt_too_long": (RefusalKind.INVALID, "the prompt is longer than the decode node can hold"),
+    "nothing_allowed": (
+        RefusalKind.INVALID,
+        "allowed_token_ids, bad_words, min_tokens and what ends an answer leave no token that may be drawn",
+    ),
 }
 
 

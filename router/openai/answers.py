@@ -8,13 +8,14 @@ Must not know: where tokens come from.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from decant_proto.v1 import types_pb2
 
 from router.answer import AnswerStream, Piece
+from router.tool_calls import CallDelta, Parsed, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
@@ -72,6 +73,28 @@ class _Choice:
     began: bool = False
     texts: list[str] = field(default_factory=list)
     tokens: list[types_pb2.Token] = field(default_factory=list)
+    parser: ToolCallParser | None = None
+    """Of an answer that may call tools."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def read(self, piece: Piece) -> Parsed:
+        if self.parser is None:
+            return Parsed(piece.text)
+        parsed = self.parser.add(piece.text)
+        if piece.last:
+            rest = self.parser.finish()
+            parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
+        for delta in parsed.calls:
+            self._join(delta)
+        return parsed
+
+    def _join(self, delta: CallDelta) -> None:
+        if delta.name is not None:
+            call = delta.as_json()
+            del call["index"]
+            self.calls.append(call)
+        else:
+            self.calls[-1]["function"]["arguments"] += delta.arguments
 
 
 class CompletionForm:
@@ -84,19 +107,15 @@ class CompletionForm:
     def __init__(self, token_text: TokenText) -> None:
         self._token_text = token_text
 
-    def response_choice(self, index: int, text: str, logprobs: Any, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
+    def response_choice(self, choice: _Choice, text: str, logprobs: Any, ending: Mapping[str, Any]) -> dict[str, Any]:
+        return {"index": choice.index, "text": text, "logprobs": logprobs, **ending}
 
-    def chunk_choice(self, index: int, text_json: str, logprobs_json: str, finish_json: str, first: bool) -> str:
+    def chunk_choice(self, index: int, parsed: Parsed, logprobs_json: str, finish_json: str, first: bool) -> str:
+        text_json = _encode_string(parsed.content)
         return f'{{"index":{index},"text":{text_json},"logprobs":{logprobs_json},{finish_json}}}'
 
-    def logprobs(self, tokens: Sequence[types_pb2.Token], text_offset: int) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[types_pb2.Token], text_offset: int, token_text: TokenText) -> dict[str, Any]:
+        """`token_text`: how a token is named; offsets are those of its real text."""
         texts = [self._token_text([token.token_id]) for token in tokens]
         offsets = []
         for text in texts:
@@ -105,13 +124,9 @@ class CompletionForm:
         return {
             "text_offset": offsets,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "tokens": texts,
-            "top_logprobs": [self._best(token, text) for token, text in zip(tokens, texts, strict=True)],
+            "tokens": [token_text([token.token_id]) for token in tokens],
+            "top_logprobs": [_best(token, token_text) for token in tokens],
         }
-
-    def _best(self, token: types_pb2.Token, text: str) -> dict[str, float]:
-        best = {self._token_text([one.token_id]): _finite(one.logprob) for one in token.top_logprobs}
-        return {text: _finite(token.logprob), **best}
 
 
 class ChatForm:
@@ -121,43 +136,59 @@ class ChatForm:
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, token_text: TokenText, token_bytes: Callable[[int], list[int]]) -> None:
-        self._token_text = token_text
+    def __init__(self, token_bytes: Callable[[int], list[int]]) -> None:
         self._token_bytes = token_bytes
 
-    def response_choice(self, index: int, text: str, logprobs: Any, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
+    def response_choice(self, choice: _Choice, text: str, logprobs: Any, ending: Mapping[str, Any]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.calls:
+            message = {**message, "content": text if text.strip() else None, "tool_calls": choice.calls}
+        return {"index": choice.index, "message": message, "logprobs": logprobs, **ending}
 
-    def chunk_choice(self, index: int, text_json: str, logprobs_json: str, finish_json: str, first: bool) -> str:
+    def chunk_choice(self, index: int, parsed: Parsed, logprobs_json: str, finish_json: str, first: bool) -> str:
         role = '"role":"assistant",' if first else ""
-        return f'{{"index":{index},"delta":{{{role}"content":{text_json}}},"logprobs":{logprobs_json},{finish_json}}}'
+        delta = f'{role}"content":{_encode_string(parsed.content)}'
+        if parsed.calls:
+            content = f'"content":{_encode_string(parsed.content)},' if parsed.content else ""
+            delta = f'{role}{content}"tool_calls":{_compact([call.as_json() for call in parsed.calls])}'
+        return f'{{"index":{index},"delta":{{{delta}}},"logprobs":{logprobs_json},{finish_json}}}'
 
-    def logprobs(self, tokens: Sequence[types_pb2.Token], text_offset: int) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[types_pb2.Token], text_offset: int, token_text: TokenText) -> dict[str, Any]:
         return {
             "content": [
                 {
-                    **self._one(token.token_id, token.logprob),
-                    "top_logprobs": [self._one(best.token_id, best.logprob) for best in token.top_logprobs],
+                    **self._one(token.token_id, token.logprob, token_text),
+                    "top_logprobs": [self._one(best.token_id, best.logprob, token_text) for best in token.top_logprobs],
                 }
                 for token in tokens
             ]
         }
 
-    def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _one(self, token_id: int, logprob: float, token_text: TokenText) -> dict[str, Any]:
         return {
-            "token": self._token_text([token_id]),
+            "token": token_text([token_id]),
             "logprob": _finite(logprob),
             "bytes": self._token_bytes(token_id),
         }
 
 
 Form = CompletionForm | ChatForm
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request wants to read beside the text."""
+
+    token_text: TokenText
+    """How tokens are named in log probabilities."""
+    usage_key: bool = False
+    """Chunks say `"usage": null` before the last one tells it."""
+    token_ids: bool = False
+    """Each choice shows them beside its text, the prompt's too."""
+    parser: Callable[[], ToolCallParser] | None = None
+    """Of answers that may call tools."""
+    names_its_tool: bool = False
+    """The one call was asked for by name: then the answer ends as others do (OpenAI's rule)."""
 
 
 class Answer:
@@ -168,36 +199,38 @@ class Answer:
         form: Form,
         envelope: Envelope,
         streams: Sequence[AnswerStream],
-        usage_key: bool = False,
-        token_ids: bool = False,
+        wanted: Wanted,
         beginnings: Sequence[str] = (),
     ) -> None:
-        """`usage_key`: chunks say `"usage": null` before the last one tells it. `token_ids`: each choice shows them beside
-        its text, the prompt's too. `beginnings`: what each choice's text begins with, where prompts are echoed."""
-        self._token_ids = token_ids
+        """`beginnings`: what each choice's text begins with, where prompts are echoed."""
         self._form = form
         self._envelope = envelope
         self._streams = streams
-        self._choices = [_Choice(index) for index in range(len(streams))]
+        self._wanted = wanted
+        self._choices = [
+            _Choice(index, parser=wanted.parser() if wanted.parser else None) for index in range(len(streams))
+        ]
         self._beginnings = beginnings or [""] * len(streams)
         head = _compact(envelope.as_json(form.chunk_object))
         self._chunk_head = f'data: {head[:-1]},"choices":['
-        self._chunk_tail = '],"usage":null}\n\n' if usage_key else "]}\n\n"
+        self._chunk_tail = '],"usage":null}\n\n' if wanted.usage_key else "]}\n\n"
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """One event for what is new in one choice; empty when there is nothing to show."""
         choice = self._choices[index]
+        parsed = choice.read(piece)
         logprobs = "null"
-        if piece.tokens and self._streams[index].generation.sampling.logprobs is not None:
-            logprobs = _compact(self._form.logprobs(piece.tokens, choice.text_length))
-        elif not piece.text and not piece.last and choice.began and not self._token_ids:
+        if piece.tokens and self._wants_logprobs(index):
+            logprobs = _compact(self._form.logprobs(piece.tokens, choice.text_length, self._wanted.token_text))
+        elif not (parsed.content or parsed.calls or piece.last or self._wanted.token_ids) and choice.began:
             return b""
         finish = '"finish_reason":null,"stop_reason":null'
         if piece.last:
-            finish = f'"finish_reason":{json.dumps(piece.finish_reason)},"stop_reason":{json.dumps(piece.stop_reason)}'
-        text = piece.text if choice.began else self._beginnings[index] + piece.text
-        body = self._form.chunk_choice(index, _encode_string(text), logprobs, finish, not choice.began)
-        if self._token_ids:
+            finish = _compact(self._ending(choice, piece))[1:-1]
+        if not choice.began and self._beginnings[index]:
+            parsed = Parsed(self._beginnings[index] + parsed.content)
+        body = self._form.chunk_choice(index, parsed, logprobs, finish, not choice.began)
+        if self._wanted.token_ids:
             body = body[:-1] + "," + _compact(self._ids(choice, piece.tokens, with_prompt=not choice.began))[1:]
         choice.began = True
         choice.text_length += len(piece.text)
@@ -211,32 +244,50 @@ class Answer:
     def take(self, index: int, piece: Piece) -> None:
         """Keep a piece for the whole response."""
         choice = self._choices[index]
-        choice.texts.append(piece.text)
-        if self._token_ids or self._streams[index].generation.sampling.logprobs is not None:
+        choice.texts.append(choice.read(piece).content)
+        if self._wanted.token_ids or self._wants_logprobs(index):
             choice.tokens.extend(piece.tokens)
 
     def response(self, lasts: Sequence[Piece]) -> dict[str, Any]:
         """`lasts`: the last piece of each choice."""
         choices = []
         for choice, last in zip(self._choices, lasts, strict=True):
-            wanted = self._streams[choice.index].generation.sampling.logprobs is not None
-            logprobs = self._form.logprobs(choice.tokens, 0) if wanted else None
+            logprobs = None
+            if self._wants_logprobs(choice.index):
+                logprobs = self._form.logprobs(choice.tokens, 0, self._wanted.token_text)
             text = "".join([self._beginnings[choice.index], *choice.texts])
-            ids = self._ids(choice, choice.tokens, with_prompt=True) if self._token_ids else {}
-            choices.append({**self._form.response_choice(choice.index, text, logprobs, last), **ids})
+            ids = self._ids(choice, choice.tokens, with_prompt=True) if self._wanted.token_ids else {}
+            choices.append({**self._form.response_choice(choice, text, logprobs, self._ending(choice, last)), **ids})
         return {
             **self._envelope.as_json(self._form.object),
             "choices": choices,
             "usage": self.usage().as_json(),
         }
 
+    def _ending(self, choice: _Choice, last: Piece) -> dict[str, Any]:
+        called = bool(choice.calls) and not self._wanted.names_its_tool and last.finish_reason == "stop"
+        return {"finish_reason": "tool_calls" if called else last.finish_reason, "stop_reason": last.stop_reason}
+
     def _ids(self, choice: _Choice, tokens: Sequence[types_pb2.Token], *, with_prompt: bool) -> dict[str, Any]:
         ids = [token.token_id for token in tokens]
         prompt = self._streams[choice.index].generation.prompt
         return {"prompt_token_ids": prompt, "token_ids": ids} if with_prompt else {"token_ids": ids}
 
+    def _wants_logprobs(self, index: int) -> bool:
+        return self._streams[index].generation.sampling.logprobs is not None
+
     def usage(self) -> Usage:
         return Usage.of(self._streams)
+
+
+def token_id_text(token_ids: Sequence[int]) -> str:
+    """vLLM's name of a token whose text is not wanted."""
+    return "".join(f"token_id:{token_id}" for token_id in token_ids)
+
+
+def _best(token: types_pb2.Token, token_text: TokenText) -> dict[str, float]:
+    best = {token_text([one.token_id]): _finite(one.logprob) for one in token.top_logprobs}
+    return {token_text([token.token_id]): _finite(token.logprob), **best}
 
 
 def _finite(logprob: float) -> float:

@@ -1,97 +1,38 @@
-"""Request bodies: which fields there are, their types, and which of vLLM's fields are not offered.
-
-Nothing is silently ignored: a field that is unknown is refused by name, and so is one that other servers know and this one does
-not, unless it has the value that changes nothing. Ranges are checked where both front ends share them (`router.generation`).
+"""Request bodies: which fields there are and their types. Ranges are checked where both front ends share them
+(`router.generation`).
 
 Must not know: tokenizers, nodes.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from router import grammar as grammars
-from router.generation import RequestRefused, SamplingWishes, invalid
+from router.generation import SamplingWishes, invalid
+from router.openai.parts import (
+    Body,
+    Function,
+    Message,
+    NamedTool,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+    Tool,
+)
 
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 128
 MOST_CHOICES = 128
+MOST_TOOLS = 128
 LONGEST_TOKEN_ID = 10
 
-_OFF: tuple[Any, ...] = (None, False, 0, [], {})
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "length_penalty": (None, 1),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "use_beam_search": _OFF,
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
-    "prompt_logprobs": (None,),
-    "prompt_embeds": (None,),
-    "truncate_prompt_tokens": (None,),
-    "spaces_between_special_tokens": (None, True),
-    "chat_template": (None,),
-    "documents": (None, []),
-    "mm_processor_kwargs": (None, {}),
-    "return_tokens_as_token_ids": _OFF,
-    "cache_salt": (None,),
-    "priority": _OFF,
-    "kv_transfer_params": (None,),
-    "vllm_xargs": (None, {}),
-    "logits_processors": (None, []),
-    "request_id": (None,),
-}
-"""Fields of vLLM's and OpenAI's APIs that are not offered here, with the values under which they ask for nothing."""
 
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class StreamOptions(_Body):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class JsonSchema(_Body):
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(_Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class StructuredOutputs(_Body):
-    """vLLM's."""
-
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-
-
-class _Generating(_Body):
+class _Generating(Body):
     """What both kinds of completion have in common."""
 
     model: str | None = None
@@ -109,6 +50,8 @@ class _Generating(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -120,6 +63,9 @@ class _Generating(_Body):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -137,6 +83,9 @@ class _Generating(_Body):
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options may only be given when stream is true")
         return bool(self.stream)
+
+    def writes_no_special_tokens(self) -> bool | None:
+        return self.skip_special_tokens
 
     @property
     def usage_in_stream(self) -> bool:
@@ -214,25 +163,12 @@ class CompletionBody(_Generating):
         )
 
 
-class TextPart(_Body):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        message = {"role": self.role, "content": text}
-        return message if self.name is None else {**message, "name": self.name}
-
-
 class ChatBody(_Generating):
     messages: list[Message] = Field(max_length=MOST_MESSAGES)
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    documents: list[dict[str, str]] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -242,12 +178,45 @@ class ChatBody(_Generating):
 
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template beside the messages. Raises RequestRefused when two fields contradict each other."""
-        if self.continue_final_message and self.add_generation_prompt:
-            raise invalid(
-                "continue_final_message", "continue_final_message and add_generation_prompt may not both be true"
-            )
-        opens_turn = self.add_generation_prompt is not False and not self.continue_final_message
-        return {**(self.chat_template_kwargs or {}), "add_generation_prompt": opens_turn}
+        return template_variables(self)
+
+    def calls_tools(self) -> bool:
+        """Whether calls are looked for in the answer. Raises RequestRefused where there is no tool to be called."""
+        if self.tools:
+            return self.tool_choice != "none"
+        if self.tool_choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "tool_choice may only be given together with tools")
+        return False
+
+    @property
+    def most_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def names_its_tool(self) -> bool:
+        return isinstance(self.tool_choice, NamedTool)
+
+    def writes_no_special_tokens(self) -> bool | None:
+        """Some models' marks of a call are special tokens."""
+        return False if self.skip_special_tokens is None and self.calls_tools() else self.skip_special_tokens
+
+    def _grammar(self) -> str:
+        free = super()._grammar()
+        if not self.calls_tools() or self.tool_choice in (None, "auto"):
+            return free
+        if free:
+            raise invalid("tool_choice", "tool_choice that asks for a call contradicts a form of the answer's text")
+        return grammars.from_functions("tools", self._callable(), self.most_calls)
+
+    def _callable(self) -> Sequence[tuple[str, Mapping[str, Any] | None]]:
+        """Functions one of which must be called, with the schemas of their arguments."""
+        functions: list[Function] = [tool.function for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            functions = [function for function in functions if function.name == choice.function.name]
+            if not functions:
+                raise invalid("tool_choice", f"tool_choice names {choice.function.name!r}, which is not one of tools")
+        return [(function.name, function.parameters) for function in functions]
 
     def wishes(self) -> SamplingWishes:
         """Raises RequestRefused when two fields contradict each other."""
@@ -264,40 +233,35 @@ class ChatBody(_Generating):
         )
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, max_length=MOST_MESSAGES)
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    documents: None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     model: str | None = None
     tokens: list[int]
 
 
-BodyT = TypeVar("BodyT", bound=_Body)
-
-
-def read_body(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Raises RequestRefused for malformed JSON, a wrong type, an unknown field or one that is not offered."""
-    try:
-        found = json.loads(raw, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise invalid(None, f"the body is not valid JSON: {error}", "malformed_json") from None
-    if not isinstance(found, dict):
-        raise invalid(None, f"the body must be a JSON object, not {_json_noun(found)}", "malformed_json")
-    offered = kind.model_fields
-    for name in [name for name in found if name not in offered]:
-        if name not in NEUTRAL_VALUES:
-            raise invalid(name, f"unknown field: {name}", "unknown_parameter")
-        if not _is_neutral(found[name], NEUTRAL_VALUES[name]):
-            raise invalid(name, f"{name} is not offered by this server", "unsupported_parameter")
-        del found[name]
-    try:
-        return kind.model_validate(found)
-    except ValidationError as error:
-        raise _wrong_field(error) from None
+def template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Variables of the chat template beside the messages. Raises RequestRefused when two fields contradict each other."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid("continue_final_message", "continue_final_message and add_generation_prompt may not both be true")
+    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.tools:
+        variables["tools"] = [tool.for_template() for tool in body.tools]
+    if body.documents:
+        variables["documents"] = body.documents
+    opens_turn = body.add_generation_prompt is not False and not body.continue_final_message
+    return {**variables, "add_generation_prompt": opens_turn}
 
 
 def _plain_wishes(body: _Generating) -> Mapping[str, Any]:
@@ -311,12 +275,14 @@ def _plain_wishes(body: _Generating) -> Mapping[str, Any]:
         "min_tokens": body.min_tokens,
         "ignore_eos": body.ignore_eos,
         "include_stop": body.include_stop_str_in_output,
-        "skip_special_tokens": body.skip_special_tokens,
+        "skip_special_tokens": body.writes_no_special_tokens(),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "repetition_penalty": body.repetition_penalty,
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
         "logit_bias": _biases(body.logit_bias or {}),
+        "allowed_token_ids": tuple(body.allowed_token_ids or ()),
+        "bad_words": tuple(body.bad_words or ()),
         "grammar": body._grammar(),
     }
 
@@ -327,63 +293,3 @@ def _biases(written: Mapping[str, float]) -> dict[int, float]:
         if not (token.isascii() and token.isdigit() and len(token) <= LONGEST_TOKEN_ID):
             raise invalid("logit_bias", f"logit_bias must map token ids to numbers; {token[:40]!r} is no token id")
     return {int(token): bias for token, bias in written.items()}
-
-
-def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
-    # True == 1 and False == 0 in Python, but not on the wire: `best_of: true` asks for something else than 1.
-    return any(value == one and (isinstance(value, bool) == isinstance(one, bool) or one is False) for one in neutral)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_TYPES = {
-    "string_type": "a string",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-}
-
-
-def _wrong_field(error: ValidationError) -> RequestRefused:
-    """The refusal for the first field that is wrong; of a field with several forms, all that it may be."""
-    errors = error.errors(include_url=False, include_context=False)
-    first = errors[0]
-    field = str(first["loc"][0])
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _real_path(first["loc"]))[1:]
-    if first["type"] == "missing":
-        return invalid(path, f"{path} is required", "missing_parameter")
-    if first["type"] == "extra_forbidden":
-        return invalid(path, f"unknown field: {path}", "unknown_parameter")
-    forms = {_TYPES[one["type"]] for one in errors if one["loc"][0] == field and one["type"] in _TYPES}
-    if forms and len({len(one["loc"]) for one in errors}) == 1:
-        return invalid(path, f"{path} must be {' or '.join(sorted(forms))}", "invalid_type")
-    if field in ("prompt", "stop"):
-        wanted = {
-            "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
-            "stop": "a string or a list of strings",
-        }
-        return invalid(field, f"{field} must be {wanted[field]}", "invalid_type")
-    return invalid(path, f"{path}: {first['msg']}", "invalid_type")
-
-
-_FORM_NAMES = frozenset({"str", "int", "float", "bool"})
-
-
-def _real_path(location: tuple[int | str, ...]) -> list[int | str]:
-    """Without the names of a union's forms, which pydantic puts between."""
-    return [
-        part
-        for index, part in enumerate(location)
-        if isinstance(part, int) or index == 0 or (part not in _FORM_NAMES and "[" not in part)
-    ]
-
-
-def _json_noun(value: Any) -> str:
-    return {list: "a list", str: "a string", type(None): "null", bool: "true or false"}.get(type(value), "a number")

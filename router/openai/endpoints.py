@@ -13,6 +13,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -20,9 +21,27 @@ from router.answer import AnswerStream, Piece
 from router.dispatch import Dispatcher
 from router.generation import Generation, invalid
 from router.intake import Intake
-from router.openai.answers import DONE, Answer, ChatForm, CompletionForm, Envelope, Form
-from router.openai.bodies import MOST_CHOICES, ChatBody, CompletionBody, read_body
+from router.openai.answers import (
+    DONE,
+    Answer,
+    ChatForm,
+    CompletionForm,
+    Envelope,
+    Form,
+    Wanted,
+    token_id_text,
+)
+from router.openai.bodies import (
+    MOST_CHOICES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    template_variables,
+)
 from router.openai.errors import error_event, error_response
+from router.openai.reading import read_body
+from router.tool_calls import PARSERS
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 LONGEST_CORRELATION_ID = 128
@@ -37,7 +56,7 @@ class Endpoints:
         self._intake = intake
         self._dispatcher = dispatcher
         self._completion_form = CompletionForm(intake.text.decode_all)
-        self._chat_form = ChatForm(intake.text.decode_all, intake.text.token_bytes)
+        self._chat_form = ChatForm(intake.text.token_bytes)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         intake = self._intake
@@ -49,10 +68,11 @@ class Endpoints:
                 "n", f"one request may ask for at most {MOST_CHOICES} answers, not {len(found)} times {choices}"
             )
         special_tokens = body.add_special_tokens is not False
+        cut = intake.cut(body.truncate_prompt_tokens, body.truncation_side, body.max_tokens)
         prompts = [
-            await intake.prompt_from_text("prompt", prompt, special_tokens=special_tokens)
+            await intake.prompt_from_text("prompt", prompt, special_tokens=special_tokens, cut=cut)
             if isinstance(prompt, str)
-            else intake.prompt_from_tokens("prompt", prompt)
+            else intake.prompt_from_tokens("prompt", cut(prompt))
             for prompt in found
         ]
         generations = intake.generations(
@@ -72,16 +92,48 @@ class Endpoints:
         intake = self._intake
         body = read_body(ChatBody, await request.read())
         intake.check_model(body.model)
+        wishes = body.wishes()
         prompt = await intake.prompt_from_chat(
-            [message.for_template() for message in body.messages],
+            [message.for_template(f"messages[{index}]") for index, message in enumerate(body.messages)],
             body.template_variables(),
             continued=bool(body.continue_final_message),
             special_tokens=bool(body.add_special_tokens),
+            cut=intake.cut(body.truncate_prompt_tokens, body.truncation_side, wishes.max_tokens),
         )
         generations = intake.generations(
-            [prompt], body.wishes(), choices=body.choices(), correlation_id=correlation_id(request)
+            [prompt], wishes, choices=body.choices(), correlation_id=correlation_id(request)
         )
         return await self._answer(request, self._chat_form, body, generations)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        intake = self._intake
+        body = read_body(TokenizeBody, await request.read())
+        intake.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            messages = [message.for_template(f"messages[{index}]") for index, message in enumerate(body.messages)]
+            text = intake.chat_text(messages, template_variables(body), continued=bool(body.continue_final_message))
+            tokens = await intake.tokenize("messages", text, special_tokens=bool(body.add_special_tokens))
+        else:
+            special_tokens = body.add_special_tokens is not False
+            tokens = await intake.tokenize("prompt", body.prompt or "", special_tokens=special_tokens)
+        return web.json_response(
+            {
+                "count": len(tokens),
+                "max_model_len": intake.context_limit(),
+                "tokens": tokens,
+                "token_strs": intake.text.symbols(tokens) if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = read_body(DetokenizeBody, await request.read())
+        self._intake.check_model(body.model)
+        text = self._intake.text
+        if not all(0 <= token < text.vocabulary_size for token in body.tokens):
+            raise invalid("tokens", f"tokens must lie between 0 and {text.vocabulary_size - 1}")
+        return web.json_response({"prompt": text.decode_all(body.tokens)})
 
     async def _answer(
         self,
@@ -97,7 +149,7 @@ class Endpoints:
         try:
             for generation in generations:
                 streams.append(self._dispatcher.open(generation))  # noqa: PERF401  (those opened are closed if one is refused)
-            answer = Answer(form, envelope, streams, body.usage_in_stream, bool(body.return_token_ids), beginnings)
+            answer = Answer(form, envelope, streams, self._wanted(body), beginnings)
             async with asyncio.timeout(generations[0].deadline_s + WRITE_GRACE_S):
                 if as_stream:
                     return await _stream(request, answer, streams, body)
@@ -105,6 +157,21 @@ class Endpoints:
         finally:
             for stream in streams:
                 stream.close()
+
+    def _wanted(self, body: CompletionBody | ChatBody) -> Wanted:
+        parser, names_its_tool = None, False
+        if isinstance(body, ChatBody) and body.calls_tools():
+            parser, names_its_tool = (
+                partial(PARSERS[self._intake.tool_call_parser], body.most_calls),
+                body.names_its_tool,
+            )
+        return Wanted(
+            token_text=token_id_text if body.return_tokens_as_token_ids else self._intake.text.decode_all,
+            usage_key=body.usage_in_stream,
+            token_ids=bool(body.return_token_ids),
+            parser=parser,
+            names_its_tool=names_its_tool,
+        )
 
 
 def correlation_id(request: web.Request) -> str:

@@ -17,9 +17,8 @@ from foundation.log import get_logger
 from foundation.metrics import RouterMetrics
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
-from router.generation import Refusal, RefusalKind, RequestRefused, invalid
+from router.generation import Refusal, RefusalKind, RequestRefused
 from router.intake import Intake
-from router.openai.bodies import DetokenizeBody, TokenizeBody, read_body
 from router.openai.endpoints import Endpoints
 from router.openai.errors import error_response, plain_error_response
 
@@ -50,8 +49,8 @@ class HttpServer:
                 web.post("/v1/chat/completions", endpoints.chat),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
-                web.post("/tokenize", self._tokenize),
-                web.post("/detokenize", self._detokenize),
+                web.post("/tokenize", endpoints.tokenize),
+                web.post("/detokenize", endpoints.detokenize),
                 web.get("/version", self._version),
                 web.get("/live", self._live),
                 web.get("/health", self._health),
@@ -146,26 +145,3 @@ class HttpServer:
             return web.json_response({"version": version("decant")})
         except PackageNotFoundError:
             return web.json_response({"version": "unknown"})
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        body = read_body(TokenizeBody, await request.read())
-        self._intake.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "give either prompt or messages")
-        if body.messages is not None:
-            text = self._intake.chat_text([message.for_template() for message in body.messages])
-            tokens = await self._intake.tokenize("messages", text, special_tokens=bool(body.add_special_tokens))
-        else:
-            wanted = body.add_special_tokens is not False
-            tokens = await self._intake.tokenize("prompt", body.prompt or "", special_tokens=wanted)
-        return web.json_response(
-            {"count": len(tokens), "max_model_len": self._intake.context_limit(), "tokens": tokens}
-        )
-
-    async def _detokenize(self, request: web.Request) -> web.Response:
-        body = read_body(DetokenizeBody, await request.read())
-        self._intake.check_model(body.model)
-        text = self._intake.text
-        if not all(0 <= token < text.vocabulary_size for token in body.tokens):
-            raise invalid("tokens", f"tokens must lie between 0 and {text.vocabulary_size - 1}")
-        return web.json_response({"prompt": text.decode_all(body.tokens)})

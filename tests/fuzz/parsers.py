@@ -43,7 +43,8 @@ from kv_transfer.wire.writing import write_envelope
 from node.options import PrefillOptions
 from router.generation import RequestRefused
 from router.inference_service import _wishes
-from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.openai.reading import read_body
 from router.registry import entry_from_proto
 
 VOCABULARY = 1000

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from foundation.registry_entry import NodeEntry, decode, encode
 from router.generation import RequestRefused, SamplingDefaults, checked_prompt, checked_sampling
-from router.openai.bodies import NEUTRAL_VALUES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.openai.reading import NEUTRAL_VALUES, read_body
 
 FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *NEUTRAL_VALUES, "nonsense", "__class__"})
 NUMBERS = st.one_of(st.integers(-5, 300), st.integers(), st.floats(), st.sampled_from([10**400, -(10**400), 1 << 63]))
