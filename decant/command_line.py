@@ -65,11 +65,18 @@ def _why(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return why(arguments, environment)
 
 
+def _new_key(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant.new_key import command
+
+    return command(arguments, environment)
+
+
 COMMANDS: dict[str, tuple[Command, str]] = {
     "up": (_up, "serve a model on this machine: router, prefill node and decode node"),
     "prefill": (_prefill, "run a prefill node"),
     "decode": (_decode, "run a decode node"),
     "router": (_router, "run a router: OpenAI and gRPC front door"),
+    "new-key": (_new_key, "draw a master key into a file, unless one is there"),
     "doctor": (_doctor, "check libraries, UCX lanes, ports, memory limits and the model"),
     "complete": (_complete, "continue a text"),
     "chat": (_chat, "talk to the model"),

@@ -4,7 +4,8 @@ Routers hold master keys; a prefill node needs only its own node key, HMAC-SHA25
 cannot speak for a router to another node. At most two keys are live at once: the first signs, both are accepted, which is
 how one rotates without a refused request.
 
-A key file is text, one key a line, readable by its owner only:
+A key file is text, one key a line, readable by its owner only; one of root's also by a group, which is how Kubernetes hands
+a secret to a process that is not root (PostgreSQL's rule for private keys):
 
     master <kid> <base64 of 32 bytes>
     node <kid> <base64 of 32 bytes>
@@ -83,12 +84,13 @@ def write_key_file(path: Path, keys: MasterKeys | NodeKeys) -> None:
 def read_key_file(path: Path) -> MasterKeys | NodeKeys:
     """The keys in `path`. Raises ConfigurationError naming the file and line, never a key."""
     try:
-        mode = path.stat().st_mode
+        facts = path.stat()
         text = path.read_text("ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(SETTING, f"{path} cannot be read: {type(error).__name__}") from None
-    if stat.S_IMODE(mode) & 0o077:
-        raise ConfigurationError(SETTING, f"{path} is open to others (mode {stat.S_IMODE(mode):04o}); chmod 600 it")
+    mode = stat.S_IMODE(facts.st_mode)
+    if is_open_to_others(mode, facts.st_uid, os.geteuid()):
+        raise ConfigurationError(SETTING, f"{path} is open to others (mode {mode:04o}); chmod 600 it")
     lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1)]
     found = [_key_line(path, number, words) for number, words in lines if words and not words[0].startswith("#")]
     kinds = {kind for kind, _, _ in found}
@@ -99,6 +101,11 @@ def read_key_file(path: Path) -> MasterKeys | NodeKeys:
     if kinds == {"master"}:
         return MasterKeys(tuple((kid, secret) for _, kid, secret in found))
     return NodeKeys(tuple(NodeKey(kid, secret) for _, kid, secret in found))
+
+
+def is_open_to_others(mode: int, owner: int, user: int) -> bool:
+    """Whether more may read the file than should: a group may where the file is root's and `user` is not."""
+    return bool(mode & (0o037 if owner == 0 != user else 0o077))
 
 
 def _key_line(path: Path, number: int, words: list[str]) -> tuple[str, int, bytes]:
