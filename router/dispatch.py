@@ -9,6 +9,7 @@ Must not know: HTTP, gRPC servers, how text is written out.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +23,11 @@ from router.fleet import Fleet
 from router.generation import Generation, Refusal, RefusalKind, RequestRefused
 from router.journey import AttemptLost, ClientLeft
 from router.ongoing import FAILOVER_PATIENCE_S, PATIENCE_S, Ongoing, Surroundings
+from router.request_trace import NO_TRACES, UNNAMED, Caller, Traces
 from router.tokenizer import ModelText
-from router.wording import RETRY_AFTER_S, Account, unavailable
+from router.wording import RETRY_AFTER_S, Account, Failure, unavailable
+
+RECENT_FAILURES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,21 @@ class Dispatcher:
     """Implements `FleetListener` and `ongoing.Books`."""
 
     def __init__(
-        self, fleet: Fleet, text: ModelText, metrics: RouterMetrics, limits: Limits, now: Callable[[], float]
+        self,
+        fleet: Fleet,
+        text: ModelText,
+        metrics: RouterMetrics,
+        limits: Limits,
+        now: Callable[[], float],
+        traces: Traces = NO_TRACES,
     ) -> None:
         self.draining = False
+        self.failures: deque[Failure] = deque(maxlen=RECENT_FAILURES)
+        """Attempts that were lost and requests that failed, the latest last, for people."""
         self._metrics = metrics
-        self._around = Surroundings(fleet, text, metrics, now, limits.patience_s, limits.failover_patience_s)
+        self._around = Surroundings(
+            fleet, text, metrics, now, limits.patience_s, limits.failover_patience_s, traces, self.failures.append
+        )
         self._admission = Admission(limits.most_waiting, limits.most_waiting_tokens)
         self._ongoing: dict[str, Ongoing] = {}
         self._without_node: dict[str, Ongoing] = {}
@@ -55,7 +69,7 @@ class Dispatcher:
     def in_flight(self) -> int:
         return len(self._ongoing)
 
-    def open(self, generation: Generation) -> AnswerStream:
+    def open(self, generation: Generation, caller: Caller = UNNAMED) -> AnswerStream:
         """Start a request. Raises RequestRefused when the router is draining or has too many waiting."""
         if self.draining:
             self._metrics.requests_refused_total.count("draining")
@@ -63,7 +77,7 @@ class Dispatcher:
         prompt_tokens = generation.own_prompt_tokens
         if (sentence := self._admission.refusal(prompt_tokens)) is not None:
             raise self._overloaded(sentence)
-        ongoing = Ongoing(self._around, self, generation)
+        ongoing = Ongoing(self._around, self, generation, caller)
         self._ongoing[generation.request_id] = ongoing
         self._idle.clear()
         self._admission.enter(prompt_tokens)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from decant_proto.v1 import node_pb2
 
+from foundation.health import Wrong
 from foundation.ids import AttemptId, NodeId
 from foundation.keys import MasterKeys
 from foundation.log import get_logger
@@ -106,6 +107,22 @@ class Fleet:
             return ["no_decode_node"]
         return [f"{link.node_id}: {self.refusal(link)}" for link in decoders]
 
+    def problem(self) -> Wrong | None:
+        """Why no request could be served now; None when one could."""
+        reasons = self.not_ready_reasons()
+        if not reasons or reasons == ["no_decode_node"]:
+            return Wrong("no_decode_node") if reasons else None
+        return Wrong("no_usable_decode_node", ", ".join(reasons))
+
+    def usable_by_role(self) -> dict[str, int]:
+        return {role.value: sum(self.refusal(link) is None for link in self.links(role)) for role in Role}
+
+    def describe_registry(self) -> dict[str, object]:
+        down_since_s = self.registry_down_since_s
+        if down_since_s is None:
+            return {"status": "answers"}
+        return {"status": "lost", "since_s": round(self._now() - down_since_s, 3)}
+
     def connected_by_role(self) -> dict[str, int]:
         live = (LinkState.READY, LinkState.SUSPECT)
         return {role.value: sum(link.health.state in live for link in self.links(role)) for role in Role}
@@ -118,7 +135,8 @@ class Fleet:
                 "role": link.entry.role.value,
                 "address": link.entry.control_address,
                 "link": link.health.state.value,
-                "refusal": self.refusal(link),
+                "refusal": (refusal := self.refusal(link)),
+                "since_s": round(link.health.refused_for_s(self._now(), refusal), 3),
                 "not_ready_reasons": list(link.health.status.not_ready_reasons) if link.health.status else [],
                 "attempts": len(link.attempts),
             }

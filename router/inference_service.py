@@ -19,6 +19,7 @@ from router.answer import AnswerStream, Piece
 from router.dispatch import Dispatcher
 from router.generation import Generation, Refusal, RefusalKind, RequestRefused, SamplingWishes, invalid
 from router.intake import Intake
+from router.request_trace import Caller, Operation
 
 _CODES = {
     RefusalKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -52,7 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self._metrics.requests_refused_total.count("invalid")
             await _abort(context, refused.refusal)
         try:
-            stream = self._dispatcher.open(generation)
+            stream = self._dispatcher.open(generation, _caller(request, context))
         except RequestRefused as refused:
             await _abort(context, refused.refusal)
         try:
@@ -97,6 +98,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 return await self._intake.prompt_from_chat(messages)
             case None:
                 raise invalid("input", "one of text, token_ids and chat must be given", "missing_parameter")
+
+
+def _caller(request: inference_pb2.GenerateRequest, context: Context) -> Caller:
+    metadata = dict(context.invocation_metadata() or ())
+    operation: Operation = "chat" if request.HasField("chat") else "text_completion"
+    return Caller(operation, str(metadata.get("traceparent", "")))
 
 
 def _wishes(request: inference_pb2.GenerateRequest) -> SamplingWishes:

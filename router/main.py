@@ -32,21 +32,27 @@ from grpc_reflection.v1alpha import reflection
 
 from foundation import log as logs
 from foundation.errors import ConfigurationError
+from foundation.health import Health
 from foundation.keys import MasterKeys, read_key_file
 from foundation.metrics import RouterMetrics
 from foundation.model_folder import resolve_model_folder, served_model_name
 from foundation.ports import require_free_port
 from foundation.registry_redis import RedisRegistry
+from foundation.tracing import open_tracer
 from router.admin_service import AdminService
 from router.clients import LARGEST_MESSAGE_BYTES, LinkTiming
 from router.dispatch import Dispatcher, Limits
 from router.fleet import Fleet
 from router.inference_service import InferenceService
 from router.intake import Intake
+from router.live_page.board import Board
+from router.live_page.curves import Curves
+from router.live_page.endpoints import LivePage
 from router.openai.server import HttpServer
 from router.options import EMBEDDED, RouterOptions
 from router.placement import Disaggregate
 from router.registry import EmbeddedRegistry, NodeSource, RedisSource, RegistryService
+from router.request_trace import Traces
 from router.tokenizer import ModelText
 
 log = logs.get_logger()
@@ -86,7 +92,7 @@ async def _serve_until_signalled(
 
 
 @dataclass(slots=True)
-class _Health:
+class _GrpcHealth:
     """gRPC health: `liveness` always serves; `readiness`, and the server as a whole, only while a request could be."""
 
     servicer: health_aio.HealthServicer
@@ -110,9 +116,10 @@ class Router:
         self.metrics = RouterMetrics()
         now = time.monotonic
         self.embedded = EmbeddedRegistry(now) if options.registry == EMBEDDED else None
+        router_id = f"router-{secrets.token_hex(8)}"
         self.fleet = Fleet(
             self._source(),
-            f"router-{secrets.token_hex(8)}",
+            router_id,
             keys,
             LinkTiming(options.silence_limit_s, options.heartbeat_s),
             now,
@@ -120,18 +127,35 @@ class Router:
             Disaggregate(options.disaggregate),
         )
         limits = Limits(options.max_waiting_requests, options.max_waiting_tokens)
-        self.dispatcher = Dispatcher(self.fleet, text, self.metrics, limits, now)
+        self._tracer = open_tracer(options.otlp_traces_endpoint, "decant-router", {"service.instance.id": router_id})
+        model_name = served_model_name(options.model, options.served_model_name)
+        self.dispatcher = Dispatcher(
+            self.fleet, text, self.metrics, limits, now, Traces(self._tracer, model_name)
+        )
         self.intake = Intake(
-            served_model_name(options.model, options.served_model_name),
+            model_name,
             text,
             self._context_limit,
             options.request_timeout_s,
             options.tool_call_parser,
         )
         self._own_context_limit = _least(options.max_model_len, text.context_limit)
-        self._http = HttpServer(self.intake, self.dispatcher, self.fleet, self.metrics, options.max_body_bytes)
+        self.health = Health(now)
+        self.health.add(lambda: "draining" if self.dispatcher.draining else None)
+        self.health.add(self.fleet.problem)
+        board = Board(self.fleet, self.dispatcher, self.health, self.intake.model_name, now)
+        self._live_page = LivePage(board, Curves(self.metrics), now)
+        self._http = HttpServer(
+            self.intake,
+            self.dispatcher,
+            self.fleet,
+            self.metrics,
+            self.health,
+            self._live_page,
+            options.max_body_bytes,
+        )
         self._grpc = grpc.aio.server(options=_grpc_options(options.max_body_bytes))
-        self._health = _Health(health_aio.HealthServicer())
+        self._grpc_health = _GrpcHealth(health_aio.HealthServicer())
         self._health_task: asyncio.Task[None] | None = None
         self.grpc_port = 0
 
@@ -146,12 +170,13 @@ class Router:
         await self._grpc.start()
         self.fleet.start(self.dispatcher)
         await self._http.start(listener)
+        self._live_page.start()
         self._health_task = asyncio.create_task(self._follow_health(), name="health")
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests and wait for those in flight."""
         self.dispatcher.draining = True
-        await self._health.show(False)
+        await self._grpc_health.show(False)
         log.info("draining", requests=self.dispatcher.in_flight)
         try:
             await asyncio.wait_for(self.dispatcher.drained(), grace_s)
@@ -163,9 +188,11 @@ class Router:
         if self._health_task is not None:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)
+        await self._live_page.close()
         await self._http.close()
         await self._grpc.stop(GRPC_STOP_S)
         await self.fleet.close()
+        self._tracer.close()
 
     def _source(self) -> NodeSource:
         if self.embedded is not None:
@@ -189,7 +216,7 @@ class Router:
         service = InferenceService(self.intake, self.dispatcher, self.metrics)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self._grpc)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.fleet, self.dispatcher), self._grpc)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._grpc_health.servicer, self._grpc)
         if self.embedded is not None:
             registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(self.embedded), self._grpc)
             services.append(registry_pb2.DESCRIPTOR.services_by_name["Registry"].full_name)
@@ -197,7 +224,7 @@ class Router:
 
     async def _follow_health(self) -> None:
         while True:
-            await self._health.show(not self.dispatcher.draining and not self.fleet.not_ready_reasons())
+            await self._grpc_health.show(not self.health.problems())
             await asyncio.sleep(HEALTH_EVERY_S)
 
 

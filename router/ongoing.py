@@ -15,7 +15,7 @@ from typing import Protocol, assert_never
 from decant_proto.v1 import node_pb2, types_pb2
 
 from foundation.ids import AttemptId, NodeId, RequestId
-from foundation.log import get_logger
+from foundation.log import get_logger, naming
 from foundation.metrics import RouterMetrics
 from router.answer import AnswerStream
 from router.family import Lead
@@ -45,8 +45,9 @@ from router.journey import (
     StopStringFound,
 )
 from router.placement import NoPlacement, Placement, prefix_chain
+from router.request_trace import Caller, Traces
 from router.tokenizer import ModelText
-from router.wording import Account, computed_on, placement_reason, refusal_of, sampling_message
+from router.wording import Account, Failure, computed_on, placement_reason, refusal_of, sampling_message
 
 log = get_logger()
 
@@ -75,6 +76,8 @@ class Surroundings:
     now: Callable[[], float]
     patience_s: float
     failover_patience_s: float
+    traces: Traces
+    note_failure: Callable[[Failure], None]
 
 
 class Books(Protocol):
@@ -90,7 +93,7 @@ class Books(Protocol):
 
 
 class Ongoing:
-    def __init__(self, around: Surroundings, books: Books, generation: Generation) -> None:
+    def __init__(self, around: Surroundings, books: Books, generation: Generation, caller: Caller) -> None:
         self.generation = generation
         self.first_token_seen = False
         self.journey = Journey(RequestId(generation.request_id), len(generation.prompt), generation.sampling.max_tokens)
@@ -103,6 +106,8 @@ class Ongoing:
         self._books = books
         self._metrics = around.metrics
         self._fleet = around.fleet
+        self._trace = around.traces.of(caller, generation)
+        self._failure = ""
         self._chain = prefix_chain(generation.prompt)
         self._placement: Placement | None = None
         self._follows: Lead | None = None
@@ -205,6 +210,7 @@ class Ongoing:
     def _place(self, effect: Place) -> None:
         self._leave_node()
         self._wait_no_more_to_place()
+        self._note_lost_attempt()
         if effect.after_s > 0:
             self._books.without_node(self)
             self._place_again = self._loop.call_later(effect.after_s, self.find_place)
@@ -265,12 +271,13 @@ class Ongoing:
             deadline_ms=self._remaining_ms(),
             prefill_choices=fleet.prefill_choices(placement, attempt, generation.prompt, settled),
             local_reason=placement.local_reason,
+            traceparent=self._trace.attempt(effect.attempt, placement, effect.why.value),
             choices=family.choices if family is not None and follows is None else 1,
             fork_of=follows.request if follows is not None else "",
             fork_attempt=follows.attempt if follows is not None else 0,
         )
         self._metrics.request_attempts_total.count(effect.why.value)
-        log.debug("attempt begins", request=generation.request_id, attempt=effect.attempt, node=effect.node)
+        log.debug("attempt begins", node=effect.node, **naming(attempt), **self._trace.log_ids)
         link = fleet.link(effect.node)
         if link is None or not link.send(node_pb2.RouterMessage(submit=submit)):
             # Not now: the effects in hand come first.
@@ -294,6 +301,7 @@ class Ongoing:
             self.first_token_seen = True
             self._books.first_token(self)
             metrics.time_to_first_token_seconds.observe(now_s - self._began_s)
+            self._trace.first_token(now_s - self._began_s)
             if self._expected_s:
                 metrics.prediction_ratio.observe((now_s - self._placed_s) / self._expected_s)
         else:
@@ -306,6 +314,8 @@ class Ongoing:
         if self.journey.attempt == 0:
             unmeetable = effect.reason == "deadline_unmeetable"
             self._metrics.requests_refused_total.count(effect.reason if unmeetable else "no_node")
+        self._failure = effect.reason
+        self._note("request", effect.reason, self.journey.node or "")
         self.stream.fail(refusal_of(effect))
 
     # --- the end
@@ -318,18 +328,21 @@ class Ongoing:
         self._wait_no_more_to_place()
         self._leave_node()
         self._books.over(self)
-        now_s = self._around.now()
-        self._metrics.e2e_request_latency_seconds.observe(now_s - self._began_s)
-        self._metrics.request_success_total.count(self._end_reason())
+        seconds, reason = self._around.now() - self._began_s, self._end_reason()
+        self._metrics.e2e_request_latency_seconds.observe(seconds)
+        self._metrics.request_success_total.count(reason)
+        self._trace.end(reason, self._failure, self.journey.attempt, len(self.journey.log), seconds)
         log.info(
             "request ended",
             request=self.generation.request_id,
+            attempt=self.journey.attempt,
+            **self._trace.log_ids,
             correlation=self.generation.correlation_id or None,
             state=self.journey.state.value,
-            attempts=self.journey.attempt,
+            failure=self._failure or None,
             prompt_tokens=len(self.generation.prompt),
             tokens=len(self.journey.log),
-            seconds=round(now_s - self._began_s, 4),
+            seconds=round(seconds, 4),
             lost=[f"{node}: {reason}" for node, reason in self.journey.lost] or None,
         )
 
@@ -341,6 +354,16 @@ class Ongoing:
                 return "cancelled"
             case _:
                 return "failed"
+
+    def _note_lost_attempt(self) -> None:
+        """What is placed again, has just lost its node, or has waited since."""
+        if self._trace.attempt_open:
+            node, reason = self.journey.lost[-1]
+            self._trace.attempt_over(reason)
+            self._note("attempt", reason, node)
+
+    def _note(self, what: str, reason: str, node: str) -> None:
+        self._around.note_failure(Failure(what, reason, self.generation.request_id, node, self._around.now()))
 
     def _leave_node(self) -> None:
         if self._placement is not None:

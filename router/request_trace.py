@@ -8,18 +8,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from foundation.tracing import NO_SPAN, Attributes, Span, Tracer
+from foundation.tracing import NO_SPAN, NO_TRACER, Attributes, Span, Tracer
 from router.generation import Generation
 from router.placement import Placement
 from router.wording import computed_on, placement_reason
+
+
+Operation = Literal["chat", "text_completion"]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """What a front end knows of a request beside its content. `traceparent`: as the client gave it, unchecked."""
 
-    operation: Literal["chat", "text_completion"] = "text_completion"
+    operation: Operation = "text_completion"
     traceparent: str = ""
+
+
+UNNAMED = Caller()
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """`model`: the name under which it is served."""
+
+    tracer: Tracer
+    model: str
+
+    def of(self, caller: Caller, generation: Generation) -> RequestTrace:
+        return RequestTrace(self.tracer, caller, self.model, generation)
+
+
+NO_TRACES = Traces(NO_TRACER, "")
 
 
 class RequestTrace:
@@ -38,13 +58,16 @@ class RequestTrace:
         }
         self._request = tracer.begin(f"{caller.operation} {model}", caller.traceparent, "server", attributes)
         self._attempt: Span = NO_SPAN
+        self.attempt_open = False
 
     @property
     def log_ids(self) -> dict[str, str]:
         return self._request.log_ids
 
     def attempt(self, number: int, placement: Placement, why: str) -> str:
-        """An attempt begins; the trace context for its decode node."""
+        """An attempt begins, and the one before it is over; the trace context for its decode node."""
+        self.attempt_over("")
+        self.attempt_open = True
         self._attempt = self._tracer.begin(
             "attempt",
             self._request.traceparent,
@@ -59,8 +82,9 @@ class RequestTrace:
         )
         return self._attempt.traceparent
 
-    def attempt_lost(self, reason: str) -> None:
-        self._attempt.end(reason)
+    def attempt_over(self, failure: str) -> None:
+        self.attempt_open = False
+        self._attempt.end(failure)
 
     def first_token(self, after_s: float) -> None:
         self._request.event("first_token")

@@ -38,6 +38,17 @@ class Account:
         return self.request in (name, name.partition("-")[2]) or (bool(self.correlation) and self.correlation == name)
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Something that went wrong, for people. `what`: an attempt (the request may have gone on elsewhere), or the request."""
+
+    what: str
+    reason: str
+    request: str
+    node: str
+    at_s: float
+
+
 def computed_on(placement: Placement) -> str:
     return (placement.prefill[0] if placement.prefill else placement.decode).node
 

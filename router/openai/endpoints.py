@@ -41,6 +41,7 @@ from router.openai.bodies import (
 )
 from router.openai.errors import error_event, error_response
 from router.openai.reading import read_body
+from router.request_trace import Caller, Operation
 from router.tool_calls import PARSERS
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -48,6 +49,7 @@ LONGEST_CORRELATION_ID = 128
 WRITE_GRACE_S = 30.0
 """After a request's deadline its client may take so long to read what has been written."""
 
+_OPERATIONS: dict[type[Form], Operation] = {CompletionForm: "text_completion", ChatForm: "chat"}
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
@@ -145,10 +147,11 @@ class Endpoints:
     ) -> web.StreamResponse:
         as_stream = body.streams()
         envelope = Envelope(form.id_prefix + generations[0].request_id, int(time.time()), self._intake.model_name)
+        caller = Caller(_OPERATIONS[type(form)], request.headers.get("traceparent", ""))
         streams: list[AnswerStream] = []
         try:
             for generation in generations:
-                streams.append(self._dispatcher.open(generation))  # noqa: PERF401  (those opened are closed if one is refused)
+                streams.append(self._dispatcher.open(generation, caller))  # noqa: PERF401  (those opened are closed if one is refused)
             answer = Answer(form, envelope, streams, self._wanted(body), beginnings)
             async with asyncio.timeout(generations[0].deadline_s + WRITE_GRACE_S):
                 if as_stream:

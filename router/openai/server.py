@@ -13,12 +13,14 @@ from time import time
 
 from aiohttp import web
 
+from foundation.health import Health
 from foundation.log import get_logger
 from foundation.metrics import RouterMetrics
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.generation import Refusal, RefusalKind, RequestRefused
 from router.intake import Intake
+from router.live_page.endpoints import LivePage
 from router.openai.endpoints import Endpoints
 from router.openai.errors import error_response, plain_error_response
 
@@ -33,12 +35,20 @@ class HttpServer:
     """`start` once, `close` once."""
 
     def __init__(
-        self, intake: Intake, dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetrics, max_body_bytes: int
+        self,
+        intake: Intake,
+        dispatcher: Dispatcher,
+        fleet: Fleet,
+        metrics: RouterMetrics,
+        health: Health,
+        live_page: LivePage,
+        max_body_bytes: int,
     ) -> None:
         self._intake = intake
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._metrics = metrics
+        self._readiness = health
         self._max_body_bytes = max_body_bytes
         self._started_at = int(time())
         application = web.Application(client_max_size=max_body_bytes, middlewares=[self._refusals])
@@ -56,6 +66,7 @@ class HttpServer:
                 web.get("/health", self._health),
                 web.get("/metrics", self._exposition),
                 web.get("/waiting", self._waiting),
+                *live_page.routes(),
             ]
         )
         self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -105,13 +116,20 @@ class HttpServer:
         return web.json_response({"status": "alive"})
 
     async def _health(self, request: web.Request) -> web.Response:
-        reasons = ["draining"] if self._dispatcher.draining else self._fleet.not_ready_reasons()
-        body = {"status": "not_ready" if reasons else "ready", "reasons": reasons, "nodes": self._fleet.describe()}
-        return web.json_response(body, status=503 if reasons else 200)
+        problems = self._readiness.problems()
+        body = {
+            "status": "not_ready" if problems else "ready",
+            "reasons": [problem.for_people() for problem in problems],
+            "nodes": self._fleet.describe(),
+            "registry": self._fleet.describe_registry(),
+        }
+        return web.json_response(body, status=503 if problems else 200)
 
     async def _exposition(self, request: web.Request) -> web.Response:
-        counts = self._fleet.connected_by_role()
-        self._metrics.nodes.set(**counts)
+        self._metrics.nodes.set(**self._fleet.connected_by_role())
+        self._metrics.nodes_usable.set(**self._fleet.usable_by_role())
+        self._metrics.registry_up.set(self._fleet.registry_down_since_s is None)
+        self._metrics.show_problems({problem.name: problem.since_s for problem in self._readiness.problems()})
         return web.Response(
             body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )

@@ -69,6 +69,11 @@ def folder(tmp_path: Path) -> Path:
     return write_model_folder(tmp_path / "tiny-model")
 
 
+async def reasons(http: aiohttp.ClientSession, url: str) -> list[str]:
+    async with http.get(f"{url}/health") as answer:
+        return [problem["reason"] for problem in (await answer.json())["reasons"]]
+
+
 async def test_f23_sigterm_lets_a_stream_end_and_the_process_leaves_with_0(folder: Path) -> None:
     process, node = Process(folder), FakeNode("d0", tokens_until_pause=5)
     async with running(node), process.serving() as router, aiohttp.ClientSession() as http:
@@ -81,7 +86,7 @@ async def test_f23_sigterm_lets_a_stream_end_and_the_process_leaves_with_0(folde
             first = await response.content.readuntil(b"\n\n")
             router.send_signal(signal.SIGTERM)
             async with asyncio.timeout(5):
-                while (await (await http.get(f"{process.url}/health")).json())["reasons"] != ["draining"]:
+                while await reasons(http, process.url) != ["draining"]:
                     await asyncio.sleep(0.01)
             assert (await http.get(f"{process.url}/live")).status == 200
             node.tokens_until_pause = None
