@@ -6,7 +6,8 @@ all events of one step in one list. Nobody else touches scheduler, pool or model
 How one request uses it:
 
 - alone on a node:     Submit(GENERATE) ... TokenSampled* (the last one carries finish_reason)
-- on a prefill node:   Submit(PREFILL_ONLY), PrefillReserved, KvComputed*, TokenSampled (the first token), ReleaseKv
+- on a prefill node:   Submit(PREFILL_ONLY), PrefillReserved, KvComputed*, TokenSampled (the first token), ReleaseKv;
+                       where all KV is cached, nothing is computed or drawn: Submit, PrefillReserved, ReleaseKv
 - on a decode node:    Submit(AWAIT_KV), ReserveKv, KvReserved | KvUnavailable, then StartFromKv, TokenSampled*
 - its further choices: Submit(GENERATE, fork_of) ... TokenSampled*
 
@@ -147,7 +148,7 @@ Command = Submit | ReserveKv | StartFromKv | ReleaseKv | Cancel
 
 @dataclass(frozen=True, slots=True)
 class PrefillReserved:
-    """P has every block of this prompt. KV of [0, cached_positions) is in them already.
+    """P has every block of this prompt. KV of [0, cached_positions) is in them already; if that is all, no event follows.
 
     `owner_words[i]` is what storage.owner_words[block_ids[i]] must read as long as the block is this request's.
     """

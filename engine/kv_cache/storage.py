@@ -71,6 +71,8 @@ class KvStorage:
 def _allocate(
     layout: KvLayout, num_blocks: int, stage: int, rank: int, layers: tuple[int, int], heads: tuple[int, int]
 ) -> PoolShard:
+    if layout.layer_group > layout.layers:
+        raise ConfigurationError("--kv-layer-group", f"is {layout.layer_group}; the model has {layout.layers} layers")
     count = layers[1] - layers[0]
     group = min(layout.layer_group, count)
     if count % group:

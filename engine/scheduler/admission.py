@@ -47,16 +47,25 @@ def _next(state: State, budget_tokens: int, blocks_left: bool) -> Request | None
 
 
 def _start(state: State, request: Request) -> bool:
-    """Blocks for the whole history, then a seat. One position at least is left to compute: its logits are wanted."""
+    """Blocks for the whole history, then a seat.
+
+    One position at least is left to compute, since its logits are wanted; but not on a prefill node that has the whole history
+    in its cache: the decode node draws from one position sooner than this one would from a whole block.
+    """
     length = len(request.history)
+    lent = request.mode is Mode.PREFILL_ONLY
     source = fork_source(state, request)
-    taken = take_blocks(state, request, length, length - 1) if source is None else take_forked(state, request, source)
+    reusable = length if lent else length - 1
+    taken = take_blocks(state, request, length, reusable) if source is None else take_forked(state, request, source)
     if not taken:
         return False
     state.waiting.remove(request)
     open_account(request, request.computed)
-    state.seats.take(request)
-    if request.mode is Mode.PREFILL_ONLY:
+    if request.computed == length:
+        request.stage = Stage.HELD
+    else:
+        state.seats.take(request)
+    if lent:
         blocks = tuple(request.blocks)
         words = state.pool.owner_words(blocks)
         state.events.append(PrefillReserved(request.key, blocks, words, request.computed))

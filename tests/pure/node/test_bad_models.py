@@ -78,6 +78,7 @@ def test_weights_that_cannot_be_served_are_named(tmp_path: Path, weights: bytes 
         ("tensor_parallel_size", 2, "is 2; it must divide the 3 KV heads or be larger"),
         ("pipeline_parallel_size", 5, "is 5; the model has 4 layers"),
         ("kv_layer_group", 3, "is 3; it must divide the 4 layers of a pipeline stage"),
+        ("kv_layer_group", 8, "is 8; the model has 4 layers"),
         ("max_model_len", 65, "is 65; this model takes from 1 to 64"),
     ],
 )

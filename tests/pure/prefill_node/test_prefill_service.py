@@ -109,10 +109,15 @@ async def test_first_tokens_of_several_answers_are_declined_and_the_kv_computed_
     assert desk.transfers.calls[-1] == ("first_token", TRANSFER, None)
 
 
-async def test_several_choices_at_once_are_declined(desk: Desk) -> None:
-    desk.ask(choices=2)
-    desk.service.engine_events([RESERVED, KvComputed(KEY, 41), SAMPLED])
-    assert desk.transfers.calls[-1] == ("first_token", TRANSFER, None)
+async def test_where_all_kv_is_cached_the_first_token_is_declined_at_once(desk: Desk) -> None:
+    desk.ask()
+    desk.service.engine_events([PrefillReserved(KEY, (BlockId(3), BlockId(4), BlockId(5)), (7, 7, 7), 41)])
+    assert desk.transfers.calls == [
+        ("reserved", TRANSFER, (3, 4, 5), (7, 7, 7), 41, 41),
+        ("first_token", TRANSFER, None),
+    ]
+    desk.service.released(TRANSFER, "committed")
+    assert desk.commands[1:] == [ReleaseKv(KEY)]
 
 
 async def test_a_failure_before_blocks_were_given_is_a_refusal_and_later_a_failure(desk: Desk) -> None:
