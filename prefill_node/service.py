@@ -44,7 +44,7 @@ class Stage(Enum):
     COMPUTING = "computing"
     """Blocks are the transfer's; some KV is still missing."""
     COMPUTED = "computed"
-    """All KV stands and the first token was drawn."""
+    """All KV stands, and the first token was drawn where any had to be computed."""
     FAILED = "failed"
     """The engine gave it up; the transfer has not released it yet."""
 
@@ -54,6 +54,7 @@ class _Prefill:
     transfer: TransferId
     length: int
     declined: bool
+    """The decode node draws the first token."""
     arrived_at: float
     span: Span
     stage: Stage = Stage.QUEUED
@@ -200,11 +201,14 @@ class PrefillService:
         self._answerer().reserved(
             prefill.transfer, event.block_ids, event.owner_words, event.cached_positions, prefill.length
         )
+        if event.cached_positions == prefill.length:
+            prefill.declined = True
+            self._computed(prefill)
+            self._answerer().first_token(prefill.transfer, None)
 
     def _sampled(self, prefill: _Prefill, event: engine_port.TokenSampled) -> None:
         """The engine says KvComputed for the whole history before it says the token."""
-        prefill.stage = Stage.COMPUTED
-        prefill.span.event("first_token", {"decant.declined": prefill.declined})
+        self._computed(prefill)
         self._metrics.time_to_first_token_seconds.observe(self._loop.time() - prefill.arrived_at)
         if prefill.declined:
             self._answerer().first_token(prefill.transfer, None)
@@ -212,6 +216,10 @@ class PrefillService:
         self._metrics.generation_tokens_total.inc()
         top = tuple((entry.token_id, entry.logprob) for entry in event.top_logprobs)
         self._answerer().first_token(prefill.transfer, (SettledToken(event.token_id, event.logprob, top),))
+
+    def _computed(self, prefill: _Prefill) -> None:
+        prefill.stage = Stage.COMPUTED
+        prefill.span.event("first_token", {"decant.declined": prefill.declined})
 
     def _failed(self, prefill: _Prefill, reason: str) -> None:
         log.warning("prefill failed", reason=reason, **naming(prefill.transfer), **prefill.span.log_ids)
