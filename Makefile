@@ -13,6 +13,7 @@
 #   make fuzz [SECONDS=120] [SEED=k]                 damaged bytes for every parser of foreign bytes
 #   make transcripts                                 rewrite tests/transcripts from what the machines say; the diff is the review
 #   make diagrams                                    draw the state diagrams of docs/protocol.md from the tables
+#   make metrics                                     write docs/metrics.md from the metrics; the diff is the review
 #   make chaos FAULTS=200 [SEED=k] [MODEL=random|toy|real] [ARGS="--keep DIR"]   harm real processes and links under load (root)
 #   make bench-transfer [ARGS="--rounds 8"]          GB/s of a transfer beside ucx_perftest; what digests cost; protocol events/s
 #   make bench-router [MODEL=path] [ARGS="--requests 100000"]  what one router costs, in front of a node that answers at once
@@ -26,7 +27,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
 .PHONY: gpu bench-gpu up test check check-style check-types check-borders check-generated fix proto lock bench-peer bench-router install install-dev golden \
-	explore mutants sim sim-mutants fuzz bench-transfer transcripts diagrams
+	explore mutants sim sim-mutants fuzz bench-transfer transcripts diagrams metrics
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -119,6 +120,9 @@ transcripts: install-dev
 
 diagrams: install-dev
 	@$(BIN)/python tests/sim/diagrams.py
+
+metrics: install-dev
+	@$(BIN)/python tests/pure/foundation/metrics_table.py
 
 FAULTS ?= 200
 SEED ?=

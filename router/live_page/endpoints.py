@@ -80,7 +80,7 @@ class LivePage:
         ]
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._follow(), name="live page")
+        self._task = asyncio.create_task(self._run(), name="live page")
 
     async def close(self) -> None:
         self._closing = True
@@ -140,6 +140,12 @@ class LivePage:
             await response.write(data)
 
     # --- what there is to tell
+
+    async def _run(self) -> None:
+        try:
+            await self._follow()
+        except Exception:  # a page that fails must not touch requests
+            log.exception("live page stopped")
 
     async def _follow(self) -> None:
         """Runs for the router's life: a sample a second; snapshots while somebody looks."""
