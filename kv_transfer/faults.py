@@ -9,6 +9,7 @@ given. The text is `name=value` pairs, separated by commas; values count a trans
     stretch_parcel=3          P sends that parcel with 8 bytes more, once
     hold_sends_from=3         P never sends parcel 3 or any after it
     hold_landed_from=3        D never notices that parcel 3 or any after it has landed
+    delay_sends_ms=50         P sends one parcel after another, each so long after the one before it
     stop_before_send=3        P stops itself (SIGSTOP) just before parcel 3 would leave, once; woken, it sends it
     kill_before_send=3        P kills itself (SIGKILL) just before parcel 3 would leave
     kill_after_landed=3       D kills itself once 3 parcels of a transfer have landed
@@ -41,10 +42,19 @@ class Faults:
     stretch_parcel: int | None = None
     hold_sends_from: int | None = None
     hold_landed_from: int | None = None
+    delay_sends_ms: int | None = None
     stop_before_send: int | None = None
     kill_before_send: int | None = None
     kill_after_landed: int | None = None
     _may_flip_next: bool = False
+    _next_send_at: float = 0.0
+
+    def send_delay_s(self, now: float) -> float:
+        """How long the parcel that is ready now must wait."""
+        if self.delay_sends_ms is None:
+            return 0.0
+        self._next_send_at = max(now, self._next_send_at) + self.delay_sends_ms / 1000
+        return self._next_send_at - now
 
     def before_send(self, parcel_index: int, message: Bytes) -> Bytes | None:
         """What leaves instead of this message; None when nothing must."""

@@ -47,7 +47,16 @@ from kv_transfer.protocol.sending import SendingState, new_sending_slots
 from kv_transfer.pump import Pump
 from kv_transfer.staging import Copier, Gather, Gathered
 from kv_transfer.ticket import TicketGate
-from kv_transfer.transport.base import DataSession, SendFailed, SendOutcome, Sent, Transport, TransportError, credit_tag
+from kv_transfer.transport.base import (
+    Bytes,
+    DataSession,
+    SendFailed,
+    SendOutcome,
+    Sent,
+    Transport,
+    TransportError,
+    credit_tag,
+)
 from kv_transfer.transport.self_test import measure_lane
 
 log = get_logger()
@@ -331,6 +340,16 @@ class PrefillDriver:
         leaving = self._faults.before_send(gathered.parcel_index, message)
         if leaving is None:
             return
+        if delay_s := self._faults.send_delay_s(self._loop.time()):
+            self._loop.call_later(delay_s, self._send_late, data, effect, gathered, leaving)
+        else:
+            self._send_now(data, effect, gathered, leaving)
+
+    def _send_late(self, data: DataSession, effect: do.SendParcel, gathered: do.Gather, leaving: Bytes) -> None:
+        if self._sessions.data(effect.session) is data:  # else the slot was fenced with its session
+            self._send_now(data, effect, gathered, leaving)
+
+    def _send_now(self, data: DataSession, effect: do.SendParcel, gathered: do.Gather, leaving: Bytes) -> None:
         try:
             data.send(credit_tag(effect.nonce, effect.credit), leaving, partial(self._was_sent, gathered, effect))
         except TransportError as error:
