@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from foundation.config import field_names
 from foundation.option_sources import Parsed, parse
-from foundation.ports import require_free_port
+from foundation.ports import require_dialable, require_free_port
 from node.options import DecodeOptions, NodeOptions, PrefillOptions
 from router.options import RouterOptions
 
@@ -70,6 +70,7 @@ def router(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def require_node_ports(options: NodeOptions, *, data_port_may_linger: bool = False) -> None:
+    require_dialable("--advertise-address", options.advertise_address, options.registry)
     require_free_port("--control-port", options.host, options.control_port)
     require_free_port("--data-port", options.host, options.data_port, may_linger=data_port_may_linger)
     require_free_port("--http-port", options.host, options.http_port)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import urlsplit
 
 from foundation.errors import ConfigurationError
 
@@ -32,6 +34,35 @@ def require_free_port(setting: str, host: str, port: int, *, may_linger: bool = 
             if may_linger and error.errno == errno.EADDRINUSE and not _somebody_listens(host, port):
                 return
             raise _refusal(setting, host, port, error) from None
+
+
+def require_dialable(setting: str, address: str, registry: str) -> None:
+    """Raises ConfigurationError naming `setting` when others cannot dial `address`: it is no name at all, or it is loopback
+    although the registry is on another machine. A registry that cannot be resolved yet says nothing; it may start later."""
+    try:
+        own = _resolved(address)
+    except socket.gaierror as error:
+        raise ConfigurationError(setting, f"{address!r} cannot be resolved: {error.strerror}") from None
+    try:
+        others = _resolved(_host_of(registry))
+    except socket.gaierror:
+        return
+    if all(one.is_loopback for one in own) and not any(one.is_loopback for one in others):
+        raise ConfigurationError(
+            setting, f"{address} is loopback, but the registry {_host_of(registry)} is not: others would dial themselves"
+        )
+
+
+def _host_of(registry: str) -> str:
+    """Of redis://user:password@host:port/0, unix:///path (which is here), or host:port."""
+    if "://" in registry:
+        return urlsplit(registry).hostname or "localhost"
+    return registry.rpartition(":")[0].strip("[]")
+
+
+def _resolved(host: str) -> list[IPv4Address | IPv6Address]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
 
 
 def lingers(port: int) -> bool:
