@@ -15,6 +15,8 @@
 #   make diagrams                                    draw the state diagrams of docs/protocol.md from the tables
 #   make metrics                                     write docs/metrics.md from the metrics; the diff is the review
 #   make chaos FAULTS=200 [SEED=k] [MODEL=random|toy|real] [ARGS="--keep DIR"]   harm real processes and links under load (root)
+#   make matrix [MODEL=path]                         every field of the API through P and D, beside one process alone
+#   make clients [PEER_VENV=path] [ARGS="--only aiperf"]   unmodified openai, aiperf, guidellm and vllm bench serve against a router
 #   make bench-transfer [ARGS="--rounds 8"]          GB/s of a transfer beside ucx_perftest; what digests cost; protocol events/s
 #   make bench-router [MODEL=path] [ARGS="--requests 100000"]  what one router costs, in front of a node that answers at once
 #   make bench-peer [PEER_VENV=path] [MODEL=path]      Decant beside vLLM's CPU build, which it installs where PEER_VENV has none
@@ -131,6 +133,14 @@ CHAOS_PATH := $(abspath tests/service):$(abspath tests/golden):$(abspath tests/p
 chaos: install-dev
 	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/chaos/chaos_run.py --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
 		$(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+matrix: install-dev
+	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/matrix/matrix.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+# aiperf and guidellm get virtual environments of their own below build/; vLLM's client is that of PEER_VENV.
+clients: install-dev
+	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/clients/clients.py --peer-venv '$(PEER_VENV)' \
+		$(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 bench-router: install-dev
 	@$(BIN)/python -m bench.router \

@@ -12,6 +12,7 @@ Must not know: router, engine, torch; only the wire contract.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -28,6 +29,7 @@ Prompt = str | Sequence[int] | Chat
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
 
+_OPTIONS = frozenset(field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields)
 _FINISH = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -48,6 +50,15 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    json_schema: Mapping[str, Any] | str
+    """The answer follows it; so with `regex`, `choice` and `grammar` (Lark), of which one may be given."""
+    regex: str
+    choice: Sequence[str]
+    grammar: str
 
 
 class ApiError(Exception):
@@ -245,11 +256,18 @@ class AsyncClient:
 def _request(
     prompt: Prompt, stop: Sequence[str], timeout_s: float | None, model: str, sampling: Sampling
 ) -> inference_pb2.GenerateRequest:
+    asked: dict[str, Any] = dict(sampling)
+    if isinstance(schema := asked.get("json_schema"), Mapping):
+        asked["json_schema"] = json.dumps(schema)
+    if "choice" in asked:
+        asked["choice"] = inference_pb2.Choices(texts=asked["choice"])
+    options = inference_pb2.SamplingOptions(**{name: asked.pop(name) for name in _OPTIONS & asked.keys()})
     request = inference_pb2.GenerateRequest(
         model=model,
         stop=stop,
         timeout_ms=0 if timeout_s is None else max(1, round(timeout_s * 1000)),
-        sampling=inference_pb2.SamplingOptions(**sampling),
+        sampling=options,
+        **asked,
     )
     if isinstance(prompt, str):
         request.text = prompt

@@ -161,6 +161,8 @@ async def _generate(stub: inference_pb2_grpc.InferenceAsyncStub, prompt: Sequenc
 
 
 class Deployment:
+    router_options: tuple[str, ...] = ()
+
     def __init__(self, folder: Path, model: Path) -> None:
         self.model = model
         self._folder = folder
@@ -231,6 +233,7 @@ class Deployment:
             "log-format": "json",
         }
         command = [sys.executable, "-m", "decant", "router", *(f"--{key}={value}" for key, value in arguments.items())]
+        command += self.router_options
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         return RouterProcess(process, http_port, grpc_port, log_path, log)
 

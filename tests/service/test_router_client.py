@@ -48,6 +48,21 @@ async def test_both_clients_give_the_same_answer_to_each_form_of_a_prompt(folder
     assert pieces[-1].usage == answers[0].usage
 
 
+async def test_what_an_answer_must_follow_or_may_not_hold_reaches_the_node(folder: Path) -> None:
+    node = FakeNode("d0")
+    async with router_with(folder, node) as router, AsyncClient(router.grpc_address) as client:
+        await client.complete("x", max_tokens=1, allowed_token_ids=[98, 97], bad_words=["no"], logit_bias={97: 1.0})
+        await client.complete("x", max_tokens=1, json_schema={"type": "integer"})
+        await client.complete("x", max_tokens=1, choice=["yes", "no"])
+        await client.complete("x", max_tokens=1, grammar='start: "a"', include_stop_str_in_output=True)
+        with pytest.raises(ApiError, match="grammar"):
+            await client.complete("x", grammar="start: nothing")
+    first, *others = [submit.sampling for submit in node.submits]
+    assert list(first.allowed_token_ids) == [97, 98]
+    assert [bytes(word.ids) for word in first.bad_words] == [b"no"]
+    assert all(one.grammar for one in others)
+
+
 async def test_a_refusal_is_an_error_with_code_and_field(folder: Path) -> None:
     async with router_with(folder, FakeNode("d0")) as router, AsyncClient(router.grpc_address) as client:
         with pytest.raises(ApiError, match="temperature") as raised:

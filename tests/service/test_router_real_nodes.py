@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from router_under_test import RouterUnderTest, free_port, router_with, until
 from engine.model.toy import write_toy_folder
 from foundation.ids import NodeId
 from foundation.keys import write_key_file
+from router.generation import SamplingWishes, mint_request_id
 
 pytestmark = [pytest.mark.sockets, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
@@ -32,6 +34,11 @@ START_LIMIT_S = 90.0
 STREAMS = 6
 ANSWER_TOKENS = 200
 TOKENS_BEFORE_THE_KILL = 10
+FREE_LIMIT_S = 10.0
+"""On a busy machine; what each stage may take is measured in the tests of the nodes."""
+CHOICES_PROMPT = "the prompt of several choices, whose last block is not full " * 3
+TOY_TOKEN_BYTES = 4 * 6 * 2 * 4 * 4
+"""KV of one token of the toy model: layers, heads, K and V, width, bytes."""
 
 
 @dataclass
@@ -40,6 +47,7 @@ class NodeProcess:
 
     command: list[str]
     log: Path
+    http_port: int
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -79,8 +87,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     async with router_with(folder, wait_ready=False, silence_limit_s=2.0, heartbeat_s=0.5) as router:
         write_key_file(key_file, router.keys)
         nodes = {
-            name: NodeProcess(_command(name, folder, key_file, router.grpc_address), folder_of_all / f"{name}.log")
-            for name in NAMES
+            name: _node(name, folder, key_file, router.grpc_address, folder_of_all / f"{name}.log") for name in NAMES
         }
         try:
             await asyncio.gather(*(node.start() for node in nodes.values()))
@@ -96,8 +103,13 @@ def _usable(router: RouterUnderTest) -> int:
     return sum(link is not None and link.usable for link in links)
 
 
-def _command(name: str, folder: Path, key_file: Path, registry: str) -> list[str]:
-    settings: dict[str, object] = {f"--{kind}-port": free_port() for kind in ("control", "data", "http")}
+def _node(name: str, folder: Path, key_file: Path, registry: str, log: Path) -> NodeProcess:
+    ports = {f"--{kind}-port": free_port() for kind in ("control", "data", "http")}
+    return NodeProcess(_command(name, folder, key_file, registry, ports), log, ports["--http-port"])
+
+
+def _command(name: str, folder: Path, key_file: Path, registry: str, ports: dict[str, int]) -> list[str]:
+    settings: dict[str, object] = dict(ports)
     settings |= {"--model": folder, "--node-id": name, "--registry": registry}
     settings |= {"--kv-cache-memory-bytes": "64MiB", "--staging-bytes": "8MiB", "--slot-bytes": "64KiB"}
     settings |= {"--drain-grace-s": 60 if name == DRAINED else 0.2}
@@ -157,6 +169,117 @@ async def interrupted(cluster: Cluster, victim: str) -> AsyncIterator[None]:
 
 async def attempts_moved(router: RouterUnderTest) -> float:
     return await router.metric(NODE_LOST) + await router.metric(NODE_DRAINING)
+
+
+CHOICES = 5
+
+
+async def choices_of_one_prompt(router: RouterUnderTest) -> list[str]:
+    """All of one request, as a stream."""
+    stream = await router.openai().completions.create(
+        model=router.model,
+        prompt=CHOICES_PROMPT,
+        n=CHOICES,
+        max_tokens=ANSWER_TOKENS,
+        temperature=1,
+        seed=77,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    texts = [""] * CHOICES
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    return texts
+
+
+async def choices_alone(router: RouterUnderTest) -> list[str]:
+    """Each as a request of its own, at the same seed and choice index."""
+    intake = router.router.intake
+    wishes = SamplingWishes(seed=77, temperature=1.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    (plain,) = intake.generations([await intake.prompt_from_text("prompt", CHOICES_PROMPT)], wishes)
+    texts = []
+    for choice in range(CHOICES):
+        one = replace(plain, request_id=mint_request_id(), choice_index=choice)
+        stream = router.router.dispatcher.open(one)
+        text = ""
+        while True:
+            piece = await stream.next()
+            text += piece.text
+            if piece.last:
+                break
+        assert piece.failure is None
+        texts.append(text)
+    return texts
+
+
+async def carried_bytes(cluster: Cluster) -> float:
+    """KV that the decode nodes have received."""
+    total = 0.0
+    for name in ("decode-0", "decode-1"):
+        async with cluster.router.http.get(f"http://127.0.0.1:{cluster.nodes[name].http_port}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        total += sum(float(line.split()[-1]) for line in lines if line.startswith("decant_kv_transfer_bytes_total"))
+    return total
+
+
+async def test_choices_of_one_prompt_equal_single_requests_and_their_prompt_travels_once(cluster: Cluster) -> None:
+    before = await carried_bytes(cluster)
+    together = await choices_of_one_prompt(cluster.router)
+    assert await carried_bytes(cluster) - before == len(CHOICES_PROMPT) * TOY_TOKEN_BYTES
+    assert len(set(together)) == CHOICES
+    assert together == await choices_alone(cluster.router)
+
+
+async def test_f05_choices_of_one_prompt_go_on_elsewhere_each_at_its_own_token(cluster: Cluster) -> None:
+    alone = await choices_alone(cluster.router)
+    asking = asyncio.ensure_future(choices_of_one_prompt(cluster.router))
+    ongoing = cluster.router.router.dispatcher._ongoing
+    await until(lambda: len(ongoing) == CHOICES and all(len(one.journey.log) > 20 for one in ongoing.values()))
+    (victim,) = {str(one.journey.node) for one in ongoing.values()}
+    cluster.nodes[victim].signal(signal.SIGKILL)
+    assert await cluster.nodes[victim].ended() == -signal.SIGKILL
+    assert await asking == alone
+    await cluster.nodes[victim].start()
+    await cluster.all_usable()
+
+
+async def test_f10_http_clients_that_leave_at_any_moment_free_everything_on_every_node(cluster: Cluster) -> None:
+    """While queued, prefilled, transferred and decoded: they leave a few milliseconds apart."""
+    router = cluster.router
+
+    async def leaves_after(seconds: float, number: int) -> None:
+        body = {
+            "prompt": f"{number} " + "x" * 1500,
+            "max_tokens": 400,
+            "stream": True,
+            "ignore_eos": True,
+            "n": 1 + number % 3,
+        }
+        with contextlib.suppress(TimeoutError):
+            async with (
+                asyncio.timeout(seconds),
+                router.http.post(f"{router.url}/v1/completions", json=body) as response,
+            ):
+                await response.read()
+
+    await asyncio.gather(*(leaves_after(0.02 * (number + 1), number) for number in range(24)))
+    await until(lambda: router.router.dispatcher.in_flight == 0)
+
+    async def held() -> dict[str, float]:
+        found = {}
+        for name, node in cluster.nodes.items():
+            async with router.http.get(f"http://127.0.0.1:{node.http_port}/metrics") as response:
+                lines = (await response.text()).splitlines()
+            for start in ('decant_kv_blocks{state="in_use"}', "decant_requests_running", "decant_requests_waiting"):
+                found |= {
+                    f"{name} {line.split()[0]}": float(line.split()[-1]) for line in lines if line.startswith(start)
+                }
+        return {what: count for what, count in found.items() if count}
+
+    async with asyncio.timeout(FREE_LIMIT_S):
+        while left := await held():
+            await asyncio.sleep(0.02)
+    assert not left
 
 
 async def test_f36_a_decode_node_that_is_stopped_and_goes_on_later_changes_no_token(cluster: Cluster) -> None:
