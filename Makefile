@@ -17,6 +17,7 @@
 #   make chaos FAULTS=200 [SEED=k] [MODEL=random|toy|real] [ARGS="--keep DIR"]   harm real processes and links under load (root)
 #   make matrix [MODEL=path]                         every field of the API through P and D, beside one process alone
 #   make clients [PEER_VENV=path] [ARGS="--only aiperf"]   unmodified openai, aiperf, guidellm and vllm bench serve against a router
+#   make compose-test [ARGS="-k hosts"]              build the images, run compose, kill, cut off and restart what runs (root, dockerd)
 #   make bench-transfer [ARGS="--rounds 8"]          GB/s of a transfer beside ucx_perftest; what digests cost; protocol events/s
 #   make bench-router [MODEL=path] [ARGS="--requests 100000"]  what one router costs, in front of a node that answers at once
 #   make bench-peer [PEER_VENV=path] [MODEL=path]      Decant beside vLLM's CPU build, which it installs where PEER_VENV has none
@@ -141,6 +142,9 @@ matrix: install-dev
 clients: install-dev
 	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/clients/clients.py --peer-venv '$(PEER_VENV)' \
 		$(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+compose-test: install-dev
+	@DECANT_COMPOSE_TESTS=1 $(BIN)/python -m pytest -s tests/compose $(ARGS)
 
 bench-router: install-dev
 	@$(BIN)/python -m bench.router \
