@@ -94,6 +94,11 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     prompt_tokens_per_second: float = 0.0
     queued_tokens: int = 0
     lanes: dict[str, float] = field(default_factory=dict)
+    serves_alone: bool = False
+    broken_lanes: list[str] = field(default_factory=list)
+    detail: node_pb2.NodeDetail | None = None
+    """What it tells routers that have asked to watch it."""
+    watches: int = 0
 
     @property
     def entry(self) -> NodeEntry:
@@ -146,6 +151,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             match message.WhichOneof("message"):
                 case "submit":
                     self._take(message.submit, outgoing)
+                case "watch":
+                    self.watches += 1
                 case "cancel":
                     self.cancels.append(message.cancel)
                     known = self.requests.get(message.cancel.request_id)
@@ -178,6 +185,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             epoch=self.epoch,
             queued_tokens=self.queued_tokens,
             prompt_tokens_per_second=self.prompt_tokens_per_second,
+            serves_alone=self.serves_alone,
+            broken_lanes=self.broken_lanes,
             lanes=[node_pb2.LaneSpeed(node_id=node, bytes_per_second=speed) for node, speed in self.lanes.items()],
         )
         return node_pb2.NodeMessage(status=status)
@@ -204,6 +213,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     def tell_status(self) -> None:
         for router in self._routers:
             router.put_nowait(self._status())
+            if self.watches and self.detail is not None:
+                router.put_nowait(node_pb2.NodeMessage(detail=self.detail))
 
     def say(self, message: node_pb2.NodeMessage) -> None:
         for router in self._routers:

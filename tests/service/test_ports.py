@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from foundation.errors import ConfigurationError
-from foundation.ports import lingers, require_free_port
+from foundation.ports import lingers, require_dialable, require_free_port
 
 pytestmark = pytest.mark.sockets
 
@@ -54,3 +54,32 @@ def test_a_port_that_nobody_holds_does_not_linger() -> None:
     with closing(listener()) as listening:
         port = listening.getsockname()[1]
     assert not lingers(port)
+
+
+@pytest.mark.parametrize(
+    ("address", "registry"),
+    [
+        ("127.0.0.1", "127.0.0.1:9000"),
+        ("localhost", "redis://user:secret@localhost:6379/0"),
+        ("10.0.0.2", "10.0.0.1:9000"),
+        ("10.0.0.2", "redis://10.0.0.1"),
+        ("127.0.0.1", "a-registry-that-starts-later.invalid:9000"),
+        ("127.0.0.1", "unix:///run/redis.sock"),
+        ("::1", "[::1]:9000"),
+    ],
+)
+def test_an_address_that_others_can_dial_is_taken(address: str, registry: str) -> None:
+    require_dialable("--advertise-address", address, registry)
+
+
+@pytest.mark.parametrize(
+    ("address", "registry", "problem"),
+    [
+        ("127.0.0.1", "10.0.0.1:9000", "loopback"),
+        ("localhost", "redis://10.0.0.1:6379/0", "loopback"),
+        ("no-such-name.invalid", "127.0.0.1:9000", "cannot be resolved"),
+    ],
+)
+def test_f32_an_address_that_others_cannot_dial_names_the_setting(address: str, registry: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--advertise-address.*{problem}"):
+        require_dialable("--advertise-address", address, registry)

@@ -67,6 +67,21 @@ def test_an_engine_without_work_is_not_stalled() -> None:
     assert not health.stalled(102.0)
 
 
+def test_f25_a_node_that_is_not_ready_but_serves_alone_gets_work() -> None:
+    health = connected()
+    health.reported(Status(ready=False, serves_alone=True), 0.1)
+    assert health.refusal(0.1) is None
+    health.reported(Status(ready=False, serves_alone=True, draining=True), 0.2)
+    assert health.refusal(0.2) == "node_draining"
+
+
+def test_how_long_a_node_has_been_refused_counts_from_the_change_of_the_reason() -> None:
+    health = connected()
+    assert health.refused_for_s(1.0, "node_stalled") == 0
+    assert health.refused_for_s(4.0, "node_stalled") == 3
+    assert health.refused_for_s(5.0, None) == 0
+
+
 def test_draining_and_unready_nodes_get_no_work() -> None:
     health = connected()
     health.reported(Status(ready=True, draining=True), 0.1)

@@ -107,6 +107,24 @@ def test_a_node_that_lost_the_request_is_taken_only_if_there_is_no_other() -> No
     assert alone.decode.node == "d0"
 
 
+def test_f25_a_decode_node_to_which_no_kv_comes_is_taken_last_and_computes_prompts_itself() -> None:
+    broken = node("d0", serves_alone=True, broken_lanes=frozenset({NodeId("p0")}))
+    prefill = node("p0", Role.PREFILL)
+    found = placed(broken, node("d1", sequences=50), prefill)
+    assert isinstance(found, Placement)
+    assert (found.decode.node, names(found.prefill)) == ("d1", ["p0"])
+    alone = placed(broken, prefill)
+    assert isinstance(alone, Placement)
+    assert (alone.decode.node, alone.prefill, alone.local_reason) == ("d0", (), "lane_broken")
+
+
+def test_f25_a_prefill_node_behind_a_broken_lane_is_not_asked_while_others_are() -> None:
+    decode = node("d0", broken_lanes=frozenset({NodeId("p0")}))
+    found = placed(decode, node("p0", Role.PREFILL), node("p1", Role.PREFILL, queued_tokens=10_000))
+    assert isinstance(found, Placement)
+    assert names(found.prefill) == ["p1"]
+
+
 def test_f27_without_a_prefill_node_the_decode_node_serves_alone_and_the_reason_is_named() -> None:
     def reason(*prefill: Candidate, **options: Any) -> str:
         found = placed(node("d0"), *prefill, **options)
