@@ -132,9 +132,9 @@ class GaugeByState:
 
     def set_all(self, amounts: Mapping[str, float]) -> None:
         """Those that are not named are 0; what was not declared counts as `other`, if that is a state."""
+        undeclared = max((amount for name, amount in amounts.items() if name not in self._children), default=0)
         for state, child in self._children.items():
-            unnamed = [amount for name, amount in amounts.items() if name not in self._children]
-            child.set(max(unnamed, default=0) if state == OTHER else amounts.get(state, 0))
+            child.set(undeclared if state == OTHER else amounts.get(state, 0))
 
 
 class LaneSpeeds:
@@ -274,7 +274,7 @@ class NodeMetrics(ServingMetrics):
             "Prompts computed on the decode node instead of a prefill node",
             LOCAL_PREFILL_REASONS,
         )
-        self.kv_blocks = self._by_state("kv_blocks", "KV blocks", KV_BLOCK_STATES)
+        self.kv_blocks = self._by_state("kv_blocks", "KV blocks, by what they hold", KV_BLOCK_STATES)
         self.staging_slots = self._by_state("staging_slots", "Slots of staging memory", STAGING_SLOT_STATES)
         self.kv_lane_gigabytes_per_second = LaneSpeeds(
             "decant_kv_lane_gigabytes_per_second",
