@@ -33,6 +33,7 @@ SNAPSHOT_EVERY_S = 0.5
 SAMPLE_EVERY_S = 1.0
 WATCH_FOR_S = 6.0
 """What nodes are asked for while somebody looks; asked again after a third of it."""
+RECONNECT_AFTER_MS = 1000
 WRITE_WITHIN_S = 20.0
 """A viewer that takes nothing for so long is gone."""
 
@@ -109,7 +110,8 @@ class LivePage:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if self._viewers >= MOST_VIEWERS:
-            raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWERS} are looking already", headers={"Retry-After": "5"})
+            text = f"{MOST_VIEWERS} are looking already\n"
+            return web.Response(status=503, text=text, headers=_SAFE | {"Retry-After": "5"})
         headers = _SAFE | {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         response = web.StreamResponse(headers=headers)
         self._viewers += 1
@@ -123,6 +125,7 @@ class LivePage:
 
     async def _tell(self, response: web.StreamResponse) -> None:
         seen_samples = self._samples
+        await self._write(response, f"retry: {RECONNECT_AFTER_MS}\n\n".encode())
         await self._write(response, _event("history", [_point(sample) for sample in self._curves.samples]))
         seen_version = -1
         while not self._closing:

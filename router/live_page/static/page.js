@@ -5,6 +5,7 @@ import { bar, element, emptyRow, keyedRows, mark, write } from "./rows.js";
 
 const SAMPLES_KEPT = 300;
 const STALE_AFTER_MS = 3000;
+const REFUSED_PAUSE_MS = 5000;
 const find = (id) => document.getElementById(id);
 
 // --- how values are written
@@ -266,25 +267,38 @@ function connection(condition, text) {
   document.body.classList.toggle("stale", condition === "bad");
 }
 
-const stream = new EventSource("ui/events");
-stream.addEventListener("history", (event) => {
-  samples = JSON.parse(event.data);
-  showSamples();
-});
-stream.addEventListener("sample", (event) => {
-  samples = [...samples, JSON.parse(event.data)].slice(-SAMPLES_KEPT);
-  showSamples();
-});
-stream.addEventListener("snapshot", (event) => {
-  const { router, nodes, transfers, failures } = JSON.parse(event.data);
-  heardAt = performance.now();
-  connection("good", "live");
-  showRouter(router, nodes, transfers);
-  showNodes(nodes);
-  showTransfers(transfers);
-  showFailures(failures);
-  announce(nodes);
-});
+const tell = {
+  history: (told) => {
+    samples = told;
+    showSamples();
+  },
+  sample: (told) => {
+    samples = [...samples, told].slice(-SAMPLES_KEPT);
+    showSamples();
+  },
+  snapshot: ({ router, nodes, transfers, failures }) => {
+    heardAt = performance.now();
+    connection("good", "live");
+    showRouter(router, nodes, transfers);
+    showNodes(nodes);
+    showTransfers(transfers);
+    showFailures(failures);
+    announce(nodes);
+  },
+};
+
+function listen() {
+  const stream = new EventSource("ui/events");
+  for (const [name, show] of Object.entries(tell)) {
+    stream.addEventListener(name, (event) => show(JSON.parse(event.data)));
+  }
+  // A broken connection is opened again by the browser; one that was refused (too many look already) is not.
+  stream.addEventListener("error", () => {
+    if (stream.readyState === EventSource.CLOSED) setTimeout(listen, REFUSED_PAUSE_MS);
+  });
+}
+
+listen();
 setInterval(() => {
   if (performance.now() - heardAt > STALE_AFTER_MS) connection("bad", "router not reached");
 }, 1000);
