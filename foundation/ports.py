@@ -49,7 +49,8 @@ def require_dialable(setting: str, address: str, registry: str) -> None:
         return
     if all(one.is_loopback for one in own) and not any(one.is_loopback for one in others):
         raise ConfigurationError(
-            setting, f"{address} is loopback, but the registry {_host_of(registry)} is not: others would dial themselves"
+            setting,
+            f"{address} is loopback, but the registry {_host_of(registry)} is not: others would dial themselves",
         )
 
 

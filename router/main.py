@@ -129,9 +129,7 @@ class Router:
         limits = Limits(options.max_waiting_requests, options.max_waiting_tokens)
         self._tracer = open_tracer(options.otlp_traces_endpoint, "decant-router", {"service.instance.id": router_id})
         model_name = served_model_name(options.model, options.served_model_name)
-        self.dispatcher = Dispatcher(
-            self.fleet, text, self.metrics, limits, now, Traces(self._tracer, model_name)
-        )
+        self.dispatcher = Dispatcher(self.fleet, text, self.metrics, limits, now, Traces(self._tracer, model_name))
         self.intake = Intake(
             model_name,
             text,

@@ -13,7 +13,6 @@ from router.generation import Generation
 from router.placement import Placement
 from router.wording import computed_on, placement_reason
 
-
 Operation = Literal["chat", "text_completion"]
 
 

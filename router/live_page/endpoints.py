@@ -65,7 +65,6 @@ class LivePage:
         self._viewers = 0
         self._arrived = asyncio.Event()
         self._news = asyncio.Condition()
-        self._version = 0
         self._snapshot = b""
         self._samples = 0
         self._closing = False
@@ -127,11 +126,9 @@ class LivePage:
         seen_samples = self._samples
         await self._write(response, f"retry: {RECONNECT_AFTER_MS}\n\n".encode())
         await self._write(response, _event("history", [_point(sample) for sample in self._curves.samples]))
-        seen_version = -1
         while not self._closing:
             async with self._news:
-                await self._news.wait_for(lambda: self._closing or self._version > seen_version)
-            seen_version = self._version
+                await self._news.wait()
             await self._write(response, self._snapshot)
             missed = min(self._samples - seen_samples, len(self._curves.samples))
             seen_samples = self._samples
@@ -166,7 +163,6 @@ class LivePage:
                 self._samples += 1
             if self._viewers:
                 async with self._news:
-                    self._version += 1
                     self._news.notify_all()
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):

@@ -154,7 +154,7 @@ async def test_f31_a_lost_attempt_and_a_node_s_own_failures_are_told_with_their_
             failures = (await page.next("snapshot"))["failures"]
             found = {(failure["what"], failure["reason"]) for failure in failures}
         assert failures == sorted(failures, key=lambda failure: failure["age_s"])
-        assert not any("x" == str(value) for failure in failures for value in failure.values()), "no prompt is shown"
+        assert not any(str(value) == "x" for failure in failures for value in failure.values()), "no prompt is shown"
 
 
 async def test_more_viewers_than_the_limit_are_asked_to_come_again(
@@ -172,10 +172,9 @@ async def test_more_viewers_than_the_limit_are_asked_to_come_again(
 
 
 async def test_a_router_with_an_open_page_leaves_as_quickly_as_without(folder: Path) -> None:
-    async with router_with(folder) as router:
-        async with viewer(router) as page:
-            await page.next("snapshot")
-            async with asyncio.timeout(5):
-                await router.router._live_page.close()
-                rest = await page._content.read()
-            assert b"event: sample" not in rest or rest.endswith(b"\n\n")
+    async with router_with(folder) as router, viewer(router) as page:
+        await page.next("snapshot")
+        async with asyncio.timeout(5):
+            await router.router._live_page.close()
+            rest = await page._content.read()
+        assert b"event: sample" not in rest or rest.endswith(b"\n\n")

@@ -23,11 +23,12 @@ Every process serves Prometheus' text format under `/metrics` on its HTTP port. 
 metrics themselves, and a test compares it: a name, type, label or label value that changes shows up here first.
 
 Every label value exists from the start, so that a rate over what never happened reads 0 and not "no data"; what is not declared
-counts as `other`, so labels never grow with what a client or peer sends. `peer` and `lane` are the exception: they name nodes that
-this process has paired with, the last {lanes} of them.
+counts as `other`, so labels never grow with what a client or peer sends. `peer` and `lane` are the exception: they name nodes
+that this process has paired with, the last {lanes} of them.
 
-Beside these, every process exports `process_*` and `python_info` as Prometheus clients do (memory, CPU, file descriptors, start time).
-Alerts: `deploy/prometheus/rules/decant.yml`, explained in [runbook.md](runbook.md). Dashboard: `deploy/grafana/dashboards/decant.json`.
+Beside these, every process exports `process_*` and `python_info` as Prometheus clients do (memory, CPU, file descriptors, start
+time). Alerts: `deploy/prometheus/rules/decant.yml`, explained in [runbook.md](runbook.md). Dashboard:
+`deploy/grafana/dashboards/decant.json`.
 
 | name | type | labels | unit | on | meaning |
 |---|---|---|---|---|---|
@@ -89,8 +90,9 @@ def _metric(collector: MetricWrapperBase, on: str) -> Metric:
     values: dict[str, tuple[str, ...]] = {}
     if labels and collector._metrics:
         values = {label: tuple(value[index] for value in collector._metrics) for index, label in enumerate(labels)}
-    total = "_total" if collector._type == "counter" else ""
-    return Metric(collector._name + total, collector._type, labels, values, collector._documentation, on)
+    kind = str(collector._type)
+    total = "_total" if kind == "counter" else ""
+    return Metric(collector._name + total, kind, labels, values, collector._documentation, on)
 
 
 def document() -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from engine.port import EngineStatus
 from foundation.health import Health, Problem
 from foundation.ids import NodeId
@@ -42,7 +44,10 @@ def test_f25_an_engine_that_has_work_and_makes_no_step_is_stalled_after_the_limi
     progress = EngineProgress(clock, limit_s=2.0)
     assert progress.observe(steps=5, has_work=True) is None
     clock.now += 2.1
-    assert progress.observe(steps=5, has_work=True) == Problem("engine_stalled", 2.1, "no step after step 5")
+    problem = progress.observe(steps=5, has_work=True)
+    assert problem is not None
+    assert (problem.name, problem.detail) == ("engine_stalled", "no step after step 5")
+    assert problem.since_s == pytest.approx(2.1)
     assert progress.observe(steps=6, has_work=True) is None
 
 

@@ -21,7 +21,9 @@ INFINITE = float("inf")
         (0.99, [0, 0, 10], 2.0),
     ],
 )
-def test_a_quantile_is_interpolated_within_its_bucket(q: float, cumulative: list[float], expected: float | None) -> None:
+def test_a_quantile_is_interpolated_within_its_bucket(
+    q: float, cumulative: list[float], expected: float | None
+) -> None:
     assert quantile(q, [1.0, 2.0, INFINITE], cumulative) == expected
 
 
