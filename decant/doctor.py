@@ -17,13 +17,16 @@ from importlib import metadata
 from pathlib import Path
 
 from decant.default_model import default_model_folder, is_converted
+from decant.gpus import gpus_here
 from decant.local_cluster import TOY_MODEL, LocalCluster, Request, read_request
 from decant.processes import require_node_ports, require_router_ports
 from foundation.errors import ConfigurationError, StartError
 from foundation.model_folder import resolve_model_folder
+from node.options import NodeOptions
 
 MIB, GIB = 2**20, 2**30
 LIBRARIES = ("torch", "transformers", "ucxx-cu13", "libucx-cu13", "grpcio", "protobuf", "aiohttp", "redis", "structlog")
+GPU_LANE_SETTINGS = ("UCX_TLS", "UCX_RNDV_SCHEME", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY")
 FILES_WANTED = 4096
 PROCESS_BYTES = 700 * MIB
 """A node's resident memory beside weights, KV and staging: Python, torch, UCX."""
@@ -59,6 +62,7 @@ def command(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 def examine(request: Request, cluster: LocalCluster) -> Iterator[Finding]:
     yield from _libraries()
+    yield from _gpus()
     yield from _lanes()
     yield from _ports(cluster)
     yield from _limits()
@@ -78,6 +82,31 @@ def _libraries() -> Iterator[Finding]:
     yield Finding(Grade.OK, "libraries", ", ".join(found))
     if missing:
         yield Finding(Grade.FAILS, "libraries", f"missing: {', '.join(missing)}; make install brings them")
+
+
+def _gpus() -> Iterator[Finding]:
+    """What `--device auto` would find, and which cores are near."""
+    for index, gpu in enumerate(gpus_here()):
+        where = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
+        near = f", near cores {gpu.near_cores}" if gpu.near_cores else ""
+        text = f"cuda:{index} {gpu.name}, {gpu.free_bytes / GIB:.0f} of {gpu.memory_bytes / GIB:.0f} GiB free"
+        yield Finding(Grade.OK, "gpu", f"{text}, driver {gpu.driver}{where}{near}")
+    cores = sorted(os.sched_getaffinity(0))
+    yield Finding(Grade.OK, "cores", f"{len(cores)} for this process ({_ranges(cores)})")
+    if gpus_here() and (named := [name for name in GPU_LANE_SETTINGS if name in os.environ]):
+        kept = ", ".join(f"{name}={os.environ[name]}" for name in named)
+        yield Finding(Grade.NOTE, "lane", f"nodes on GPUs keep {kept}, which is set here")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,8`, of numbers in rising order."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def _lanes() -> Iterator[Finding]:
@@ -173,15 +202,19 @@ def model_problem(folder: Path) -> str | None:
 
 def _memory(cluster: LocalCluster, folder: Path) -> Finding:
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    wanted = sum(
-        weights + node.kv_cache_memory_bytes + node.staging_bytes + PROCESS_BYTES
-        for node in (cluster.prefill, cluster.decode)
-    )
+    wanted = sum(_host_bytes(node, weights) for node in (cluster.prefill, cluster.decode))
     available = memory_available()
     text = f"two nodes take about {wanted / GIB:.1f} GiB; {available / GIB:.1f} GiB are available"
     if wanted <= available:
         return Finding(Grade.OK, "memory", text)
     return Finding(Grade.FAILS, "memory", f"{text}; lower --kv-cache-memory-bytes or --staging-bytes")
+
+
+def _host_bytes(node: NodeOptions, weights: int) -> int:
+    """Weights pass through host memory on their way to a GPU, too."""
+    if node.device != "cpu" and gpus_here():
+        return weights + PROCESS_BYTES
+    return weights + (node.kv_cache_memory_bytes or GIB) + node.staging_on("cpu").staging_bytes + PROCESS_BYTES
 
 
 def memory_available() -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from decant.default_model import default_model_folder, ensure_default_model, is_converted
+from decant.gpus import count_visible
 from decant.processes import ALL_FIELDS, require_node_ports, require_router_ports
 from foundation.config import Options, Setting, build, describe, option, origins
 from foundation.errors import ConfigurationError
@@ -95,6 +96,7 @@ class Request:
         router = build(RouterOptions, self.settings, registry=EMBEDDED, key_file=str(key_file), **shared)
         of_nodes = {name: setting for name, setting in self.settings.items() if name not in NOT_FOR_NODES}
         shared |= {"host": LOOPBACK, "registry": f"{LOOPBACK}:{router.grpc_port}"}
+        shared |= _share_of_gpu(build(DecodeOptions, of_nodes, **shared), count_visible(os.environ))
         prefill = build(PrefillOptions, of_nodes, node_index=first, key_file=str(key_file), **shared)
         decode = build(DecodeOptions, of_nodes, node_index=first + 1, **shared)
         return LocalCluster(router, prefill, decode)
@@ -119,6 +121,12 @@ def read_request(arguments: Sequence[str], environment: Mapping[str, str], progr
     }
     settings, print_config = gather(fields, arguments, environment, program, description, ALL_FIELDS)
     return Request(settings, print_config)
+
+
+def _share_of_gpu(node: NodeOptions, gpus: int) -> dict[str, Any]:
+    """Both nodes get half of a GPU that they share; with several, each has its own (`node.devices`)."""
+    shared = gpus == 1 or (gpus > 1 and ":" in node.device)
+    return {"gpu_memory_utilization": node.gpu_memory_utilization / 2} if shared and node.device != "cpu" else {}
 
 
 def find_model(request: Request) -> Path:

@@ -20,7 +20,6 @@ from node.options import DecodeOptions
 from node.transfer_setup import (
     engine_progress,
     faults_wanted,
-    kv_pool,
     node_identity,
     open_transport,
     transfer_limits,
@@ -88,11 +87,11 @@ class DecodeRole:
         )
 
     async def start(self) -> None:
-        self._transport = open_transport(data_ports=ucx_ports(self._options))
+        self._transport = open_transport(self._parts.ready.pool, data_ports=ucx_ports(self._options))
         self._driver = DecodeDriver(
             node_identity(self._parts),
-            kv_pool(self._parts),
-            transfer_limits(self._options, self._options.quarantine_arenas),
+            self._parts.ready.pool,
+            transfer_limits(self._parts, self._options, self._options.quarantine_arenas),
             self._transport,
             self.service,
             lambda: engine_progress(self._parts.engine.status()),

@@ -40,6 +40,10 @@ class BuildOptions:
     kv_cache_memory_bytes: int = 1 << 30
     num_blocks: int | None = None
     """Instead of `kv_cache_memory_bytes`."""
+    gpu_memory_utilization: float | None = None
+    """On a GPU, instead of `kv_cache_memory_bytes`: the pool gets what this share of the memory leaves (`engine.pool_size`)."""
+    reserved_device_bytes: int = 0
+    """Part of that share which somebody else here will take: slots of transfers."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True

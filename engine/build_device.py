@@ -19,6 +19,7 @@ from engine.kv_cache.device_storage import TORCH_DTYPES, DeviceKvStorage
 from engine.model.config import ModelConfig, read_model_config
 from engine.model.device_decoder import DeviceDecoder
 from engine.model.loader import DummyTensors, FolderTensors, TensorSource, build_decoder, fingerprint_of
+from engine.pool_size import profiled_pool_size, trial_blocks
 from foundation.errors import ConfigurationError
 from foundation.fingerprint import Fingerprint
 from foundation.kv_layout import KvLayout
@@ -48,26 +49,33 @@ def build_device_engine(options: BuildOptions, device: torch.device) -> DeviceEn
     model = read_model_config(options.model)
     if model.family == "toy":
         raise ConfigurationError("--model", "the toy model runs on a CPU only")
-    dtype = model.dtype if options.dtype == "auto" else options.dtype
-    if dtype == "float32":
-        raise ConfigurationError("--dtype", "is float32; attention on a GPU takes bfloat16 or float16")
+    dtype = device_dtype(options, model)
     max_model_len = max_model_len_of(options, model)
     layout = layout_of(options, model, dtype)
-    num_blocks = num_blocks_of(options, layout)
-    if num_blocks * layout.block_size >= 2**31:
-        raise ConfigurationError("--kv-cache-memory-bytes", "holds more positions than 32 bits can number")
-    storage = DeviceKvStorage(layout, num_blocks, device)
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    torch.cuda.set_device(device)
     dummy = options.load_format == "dummy"
     source: TensorSource = DummyTensors(model, options.seed, device) if dummy else FolderTensors(options.model)
     with torch.inference_mode():
         decoder = build_decoder(model, source, TORCH_DTYPES[dtype], device, max_model_len)
-        runner = DeviceRunner(
-            DeviceDecoder(decoder, storage, max_model_len),
-            FlashInferAttention(storage, model.heads),
-            storage,
-            buffer_limits(options, max_model_len, num_blocks),
-        )
-    report = runner.warm_up(
+
+    def runner_over(num_blocks: int) -> tuple[DeviceRunner, DeviceKvStorage]:
+        storage = DeviceKvStorage(layout, num_blocks, device)
+        with torch.inference_mode():
+            attention = FlashInferAttention(storage, model.heads)
+            decoding = DeviceDecoder(decoder, storage, max_model_len)
+        return DeviceRunner(decoding, attention, storage, buffer_limits(options, max_model_len, num_blocks)), storage
+
+    report: list[str] = []
+    if options.num_blocks is None and options.gpu_memory_utilization is not None:
+        size = profiled_pool_size(options, layout, device, lambda: runner_over(trial_blocks(options))[0])
+        num_blocks, report = size.num_blocks, [size.describe()]
+    else:
+        num_blocks = num_blocks_of(options, layout)
+    if num_blocks * layout.block_size >= 2**31:
+        raise ConfigurationError("--kv-cache-memory-bytes", "holds more positions than 32 bits can number")
+    runner, storage = runner_over(num_blocks)
+    report += runner.warm_up(
         decode_buckets(options.max_num_seqs),
         [size for size in PIECEWISE_SIZES if size <= min(options.max_num_batched_tokens, max_model_len)],
         [size for size in EAGER_SIZES if size <= min(options.max_num_batched_tokens, max_model_len)],
@@ -75,6 +83,15 @@ def build_device_engine(options: BuildOptions, device: torch.device) -> DeviceEn
     config = replace(config_of(options, model, num_blocks), overlap=True)
     fingerprint = fingerprint_of(options.model, model, source.fingerprint(), dtype)
     return DeviceEngineParts(runner, storage, model, config, fingerprint, tuple(report))
+
+
+def device_dtype(options: BuildOptions, model: ModelConfig) -> str:
+    """`auto` takes bfloat16 for weights that are stored in float32."""
+    if options.dtype == "float32":
+        raise ConfigurationError("--dtype", "is float32; attention on a GPU takes bfloat16 or float16")
+    if options.dtype != "auto":
+        return options.dtype
+    return "bfloat16" if model.dtype == "float32" else model.dtype
 
 
 def buffer_limits(options: BuildOptions, max_model_len: int, num_blocks: int) -> BufferLimits:

@@ -35,6 +35,8 @@ NOT_READY_REASONS = (
 KV_BLOCK_STATES = ("free", "cached", "in_use")
 KV_TRANSFER_STATES = ("asked", "queued", "reserved", "landing", "sending", "sealed", "committed", "ending")
 STAGING_SLOT_STATES = ("free", "posted", "landed", "scattering", "sending", "quarantined")
+GRAPH_MODES = ("full", "piecewise", "eager")
+GRAPH_FALLBACK_REASONS = ("prompt_chunks", "silent_rows", "kv_leaves", "no_bucket", "dearer")
 SCHEDULER_SKIP_REASONS = ("no_free_blocks", "token_budget", "max_num_seqs", "blocks_settling")
 LOCAL_PREFILL_REASONS = (
     *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "decode_is_faster"),
@@ -108,8 +110,10 @@ STEP_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8
 class CounterByReason:
     """A counter with one label whose values are all known from the start."""
 
-    def __init__(self, name: str, help: str, reasons: Iterable[str], registry: CollectorRegistry) -> None:
-        counter = Counter(name, help, ["reason"], registry=registry)
+    def __init__(
+        self, name: str, help: str, reasons: Iterable[str], registry: CollectorRegistry, label: str = "reason"
+    ) -> None:
+        counter = Counter(name, help, [label], registry=registry)
         self._children = {reason: counter.labels(reason) for reason in (*reasons, OTHER)}
 
     def count(self, reason: str, amount: float = 1) -> None:
@@ -253,6 +257,19 @@ class NodeMetrics(ServingMetrics):
         self.step_tokens = self._histogram("step_tokens", "Tokens computed in one engine step", STEP_TOKEN_BUCKETS)
         self.scheduler_skips_total = self._by_reason(
             "scheduler_skips_total", "Times that a request was passed over in a step", SCHEDULER_SKIP_REASONS
+        )
+        self.graph_steps_total = CounterByReason(
+            "decant_graph_steps_total",
+            "Steps on a GPU, by the way they ran",
+            GRAPH_MODES,
+            self.registry,
+            label="mode",
+        )
+        self.graph_fallbacks_total = self._by_reason(
+            "graph_fallbacks_total", "Steps on a GPU that were not one captured graph, and why", GRAPH_FALLBACK_REASONS
+        )
+        self.graph_padding_tokens_total = self._counter(
+            "graph_padding_tokens_total", "Tokens computed on a GPU only because a graph has one size"
         )
         self.prefix_cached_tokens_total = self._counter(
             "prefix_cached_tokens_total", "Prompt tokens whose KV was found in this node's prefix cache"

@@ -17,6 +17,7 @@ from typing import assert_never
 
 from foundation.ids import BlockId, CreditNumber, NodeId, TransferId
 from foundation.log import get_logger, naming
+from kv_transfer.arena import StagingMemory
 from kv_transfer.control_client import ControlClient
 from kv_transfer.data_sessions import DataSessions
 from kv_transfer.digest import TRAILER_BYTES, DigestSeeds
@@ -30,7 +31,6 @@ from kv_transfer.driver import (
 )
 from kv_transfer.faults import Faults
 from kv_transfer.landings import Landings
-from kv_transfer.pool_copy import KvPool
 from kv_transfer.port import BeginTransfer, DecodeListener, TransferAccount, TransferProgress
 from kv_transfer.protocol import effects as do
 from kv_transfer.protocol import events as on
@@ -39,7 +39,7 @@ from kv_transfer.protocol.deadlines import decode_waits
 from kv_transfer.protocol.decode_side import handle
 from kv_transfer.protocol.decode_turn import DecodeSide
 from kv_transfer.pump import Pump
-from kv_transfer.staging import Copier, DigestMismatch, Scatter, Scattered
+from kv_transfer.staging import AnyPool, Copier, DigestMismatch, Scatter, Scattered, digest_kind, slot_memory
 from kv_transfer.transport.base import (
     Landed,
     ReceiveCancelled,
@@ -80,7 +80,7 @@ class DecodeDriver:
     def __init__(
         self,
         identity: NodeIdentity,
-        pool: KvPool,
+        pool: AnyPool,
         limits: TransferLimits,
         transport: Transport,
         listener: DecodeListener,
@@ -96,7 +96,7 @@ class DecodeDriver:
         self._loop = asyncio.get_running_loop()
         self._copier = Copier(pool)
         self._inbound: dict[TransferId, _Inbound] = {}
-        self._side = DecodeSide(local_node(identity, pool.layout, limits, data_address=""))
+        self._side = DecodeSide(local_node(identity, pool.layout, limits, "", digest_kind(pool)))
         self._clockwork = Clockwork(limits, progress, decode_waits)
         self._pump: Pump[on.DecodeEvent, do.DecodeEffect] = Pump(
             self._handle, self._execute, self._busy, self._tick, self._clockwork.tick_s
@@ -104,7 +104,8 @@ class DecodeDriver:
         self._copier.failure.add_done_callback(self._pump.fail_with)
         self._streams = ControlClient(self._pump.emit, observer.dropped, limits.silence_limit_s)
         self._sessions = DataSessions(self._pump.emit)
-        self._landings = Landings(transport, self._sessions, limits.staging_bytes, self._pump.emit, observer.lane)
+        staging = StagingMemory(limits.staging_bytes, slot_memory(pool, limits.staging_bytes, limits.slot_bytes))
+        self._landings = Landings(transport, self._sessions, staging, self._pump.emit, observer.lane)
 
     @property
     def failure(self) -> asyncio.Future[None]:

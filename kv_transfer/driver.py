@@ -20,7 +20,7 @@ from foundation.ids import Incarnation, NodeId, TransferId
 from foundation.kv_layout import KvLayout
 from foundation.log import get_logger
 from foundation.metrics import LANES_SHOWN, NodeMetrics
-from kv_transfer.digest import KIND as DIGEST_KIND
+from kv_transfer.digest import KIND as HOST_DIGEST
 from kv_transfer.digest import TRAILER_BYTES, manifest_digest
 from kv_transfer.protocol.deadlines import DeadlineEvent, Limits, Wait, Watch
 from kv_transfer.protocol.events import Beat
@@ -63,7 +63,9 @@ class TransferLimits:
     quarantine_arenas: int = 2
 
 
-def local_node(identity: NodeIdentity, layout: KvLayout, limits: TransferLimits, data_address: str) -> LocalNode:
+def local_node(
+    identity: NodeIdentity, layout: KvLayout, limits: TransferLimits, data_address: str, digest: str = HOST_DIGEST
+) -> LocalNode:
     """This node as the protocol knows it. `data_address` is where others reach P's data plane; D has none."""
     hello = Hello(
         node_id=identity.node_id,
@@ -75,7 +77,7 @@ def local_node(identity: NodeIdentity, layout: KvLayout, limits: TransferLimits,
         step_limit_s=identity.step_limit_s,
         data_address=data_address,
         session=0,
-        digest=DIGEST_KIND,
+        digest=digest,
     )
     return LocalNode(
         incarnation=identity.incarnation,

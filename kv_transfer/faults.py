@@ -65,11 +65,11 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.flip_byte_of_parcel == parcel_index:
             self.flip_byte_of_parcel = None
-            message[len(message) // 3] ^= 0x10
+            _flip(message)
         self._may_flip_next |= parcel_index == 0
         if self.flip_next_parcel_from == parcel_index and self._may_flip_next:
             self.flip_next_parcel_from, self._may_flip_next = parcel_index + 1, False
-            message[len(message) // 3] ^= 0x10
+            _flip(message)
         if self.hold_sends_from is not None and parcel_index >= self.hold_sends_from:
             return None
         if self.shorten_parcel == parcel_index:
@@ -77,7 +77,7 @@ class Faults:
             return message[:-8]
         if self.stretch_parcel == parcel_index:
             self.stretch_parcel = None
-            return np.concatenate([message, np.zeros(8, np.uint8)])
+            return _stretched(message)
         return message
 
     def after_landed(self, parcel_index: int, parcels_landed: int) -> bool:
@@ -85,6 +85,23 @@ class Faults:
         if self.kill_after_landed == parcels_landed:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.hold_landed_from is None or parcel_index < self.hold_landed_from
+
+
+def _flip(message: Bytes) -> None:
+    """One bit, wherever the message lies."""
+    place = slice(len(message) // 3, len(message) // 3 + 1)
+    if isinstance(message, np.ndarray):
+        message[place] ^= 0x10
+    else:
+        message[place].write(message[place].read() ^ 0x10)
+
+
+def _stretched(message: Bytes) -> Bytes:
+    if isinstance(message, np.ndarray):
+        return np.concatenate([message, np.zeros(8, np.uint8)])
+    longer = message.device.allocate(len(message) + 8)
+    longer[: len(message)].write(message.read())
+    return longer
 
 
 def faults_of_process(enabled: bool) -> Faults:

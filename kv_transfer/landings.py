@@ -47,14 +47,14 @@ class Landings:
         self,
         transport: Transport,
         sessions: DataSessions,
-        staging_bytes: int,
+        staging: StagingMemory,
         emit: Callable[[LaneFailed], None],
         measured: Callable[[NodeId, str, float], None],
     ) -> None:
         """`measured(peer, lane, gigabytes_per_second)` hears of every self-test."""
         self._transport = transport
         self._sessions = sessions
-        self._staging = StagingMemory(staging_bytes)
+        self._staging = staging
         self._emit = emit
         self._measured = measured
         self._landings: dict[int, _Landing] = {}

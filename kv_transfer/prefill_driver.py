@@ -16,15 +16,14 @@ from functools import partial
 from typing import assert_never
 
 import grpc
-import numpy as np
 
 from foundation.ids import BlockId, NodeId, SessionNonce, SlotIndex, TransferId
 from foundation.keys import NodeKeys
 from foundation.log import get_logger
-from kv_transfer.arena import Arena
+from kv_transfer.arena import Arena, StagingMemory
 from kv_transfer.control_server import ControlServer
 from kv_transfer.data_sessions import DataSessions
-from kv_transfer.digest import TRAILER_BYTES, DigestSeeds, message_bytes
+from kv_transfer.digest import TRAILER_BYTES, DigestSeeds
 from kv_transfer.driver import (
     SELF_TEST_LIMIT_S,
     Clockwork,
@@ -35,7 +34,6 @@ from kv_transfer.driver import (
     local_node,
 )
 from kv_transfer.faults import Faults
-from kv_transfer.pool_copy import KvPool
 from kv_transfer.port import PrefillListener, PrefillRequest, SettledToken, TransferProgress
 from kv_transfer.protocol import effects as do
 from kv_transfer.protocol import events as on
@@ -45,7 +43,7 @@ from kv_transfer.protocol.prefill_side import handle
 from kv_transfer.protocol.prefill_turn import PrefillSide
 from kv_transfer.protocol.sending import SendingState, new_sending_slots
 from kv_transfer.pump import Pump
-from kv_transfer.staging import Copier, Gather, Gathered
+from kv_transfer.staging import AnyPool, Copier, Gather, Gathered, digest_kind, slot_memory
 from kv_transfer.ticket import TicketGate
 from kv_transfer.transport.base import (
     Bytes,
@@ -88,7 +86,7 @@ class PrefillDriver:
     def __init__(
         self,
         identity: NodeIdentity,
-        pool: KvPool,
+        pool: AnyPool,
         limits: TransferLimits,
         transport: Transport,
         data_address: str,
@@ -108,10 +106,14 @@ class PrefillDriver:
         self._gate = TicketGate(identity.incarnation, keys, identity.fingerprint, self._loop.time())
         self._copier = Copier(pool)
         slots = limits.staging_bytes // limits.slot_bytes
-        self._arena = Arena(slots, limits.slot_bytes)
+        memory = slot_memory(pool, (slots + SELF_TEST_BUFFERS) * limits.slot_bytes, limits.slot_bytes)
+        staging = StagingMemory((slots + SELF_TEST_BUFFERS) * limits.slot_bytes, memory)
+        self._arena = _drawn(staging, slots, limits.slot_bytes)
+        self._scratch = _drawn(staging, SELF_TEST_BUFFERS, limits.slot_bytes)
+        """What all self-tests send from and receive into: the sending slots are other sessions' too."""
         self._outbound: dict[TransferId, _Outbound] = {}
         self._gathered: dict[SlotIndex, do.Gather] = {}
-        local = local_node(identity, pool.layout, limits, data_address)
+        local = local_node(identity, pool.layout, limits, data_address, digest_kind(pool))
         self._side = PrefillSide(local, new_sending_slots(slots, max(1, slots // SESSIONS_AT_ONCE)))
         self._clockwork = Clockwork(limits, progress, prefill_waits)
         self._pump: Pump[on.PrefillEvent, do.PrefillEffect] = Pump(
@@ -280,8 +282,7 @@ class PrefillDriver:
         )
 
     async def _measure(self, peer: NodeId, slot_bytes: int, data: DataSession) -> on.LaneOpened:
-        """With scratch memory: the sending slots are other sessions' too."""
-        buffers = [np.zeros(message_bytes(slot_bytes), np.uint8) for _ in range(SELF_TEST_BUFFERS)]
+        buffers = [self._scratch.message(slot, slot_bytes) for slot in range(SELF_TEST_BUFFERS)]
         measure = await measure_lane(data, buffers, receive_first=False, deadline_s=SELF_TEST_LIMIT_S)
         self._observer.lane(peer, measure.lane.name, measure.gigabytes_per_second)
         return on.LaneOpened(
@@ -365,3 +366,9 @@ class PrefillDriver:
                 self._pump.emit(on.SendFailed(effect.slot, reason))
             case _:
                 assert_never(outcome)
+
+
+def _drawn(staging: StagingMemory, slots: int, slot_bytes: int) -> Arena:
+    arena = staging.draw_arena(slots, slot_bytes, session=None)
+    assert arena is not None, f"no room for {slots} slots of {slot_bytes} bytes in memory made for them"
+    return arena

@@ -3,8 +3,8 @@
     P: pool blocks --gather--> slot --message--> slot --verify, scatter--> pool blocks :D
 
 A message is a parcel's payload followed by its digest. Blocks, head order and shards of either side end here. All copies of
-a node run in order on one copier thread, so that the asyncio thread never waits for one; the interpreter lock is free while
-numpy copies and xxh3 hashes.
+a node are begun and end in order on one copier thread, so that the asyncio thread never waits for one; the interpreter lock is
+free while numpy copies, xxh3 hashes, or a GPU does both.
 
 Invariants: nothing is scattered that was not verified; a gather whose blocks have changed owner, before or while it read
 them, poisons the digest, so that the parcel can verify nowhere.
@@ -16,19 +16,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from foundation.ids import BlockId
+from foundation.kv_layout import KvLayout
+from kv_transfer.arena import HostSlots, SlotMemory, slot_stride
+from kv_transfer.digest import KIND as HOST_DIGEST
 from kv_transfer.digest import TRAILER_BYTES, payload_digest
 from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.pool_copy import KvPool, gather_parcel, parcel_blocks, scatter_parcel
 from kv_transfer.transport.base import Bytes
+from kv_transfer.transport.cuda_memory import CudaDevice
 
 _POISON = (1 << 64) - 1
 
@@ -111,26 +116,89 @@ def _owned(pool: KvPool, job: Gather) -> bool:
     return np.array_equal(pool.owner_words[parcel_blocks(job.block_ids, job.parcel, pool.layout)], expected)
 
 
+class Copies(Protocol):
+    """How the copies of one pool are done. Used on the copier's thread alone.
+
+    A copy is begun, and returns what waits for its outcome; at most `at_once` have begun and not ended.
+    """
+
+    at_once: int
+
+    def gather(self, job: Gather) -> Callable[[], Gathered]: ...
+
+    def scatter(self, job: Scatter) -> Callable[[], Scattered | DigestMismatch]: ...
+
+
+class HostCopies:
+    """A copy is over when it has begun."""
+
+    at_once = 1
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+
+    def gather(self, job: Gather) -> Callable[[], Gathered]:
+        outcome = gather(self._pool, job)
+        return lambda: outcome
+
+    def scatter(self, job: Scatter) -> Callable[[], Scattered | DigestMismatch]:
+        outcome = scatter(self._pool, job)
+        return lambda: outcome
+
+
+class PoolElsewhere(Protocol):
+    """A pool that is not in host memory brings what belongs to its memory."""
+
+    @property
+    def device(self) -> CudaDevice: ...
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def digest_kind(self) -> str:
+        """Peers that pair must name the same."""
+
+    def slots(self, size: int) -> SlotMemory:
+        """Memory of `size` bytes in all, for arenas."""
+
+    def copies(self) -> Copies:
+        """To be made on the copier's thread."""
+
+
+AnyPool = KvPool | PoolElsewhere
+
+
+def digest_kind(pool: AnyPool) -> str:
+    return HOST_DIGEST if isinstance(pool, KvPool) else pool.digest_kind
+
+
+def slot_memory(pool: AnyPool, staging_bytes: int, slot_bytes: int) -> SlotMemory:
+    """For `staging_bytes` of payload in slots of at least `slot_bytes`."""
+    slots = -(-staging_bytes // slot_bytes)
+    return HostSlots() if isinstance(pool, KvPool) else pool.slots(slots * slot_stride(slot_bytes))
+
+
 class Copier:
     """Gathers and scatters of one node, in the order asked for. Made on the asyncio thread, where all callbacks run.
 
     The queue is bounded by the slots: every job holds one. `failure` ends with the exception that ended the thread, which
-    is a bug; the node must not live on without it.
+    is a bug or a broken GPU; the node must not live on without it.
     """
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, pool: AnyPool) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[Copies], Callable[[], None]] | None] = SimpleQueue()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="kv-copier", daemon=True)
         self._thread.start()
 
     def gather(self, job: Gather, done: Callable[[Gathered], None]) -> None:
-        self._jobs.put(lambda: self._post(done, gather(self._pool, job)))
+        self._jobs.put(lambda copies: partial(self._post, done, copies.gather(job)))
 
     def scatter(self, job: Scatter, done: Callable[[Scattered | DigestMismatch], None]) -> None:
-        self._jobs.put(lambda: self._post(done, scatter(self._pool, job)))
+        self._jobs.put(lambda copies: partial(self._post, done, copies.scatter(job)))
 
     async def close(self) -> None:
         """Finishes what was asked for, then ends the thread."""
@@ -139,15 +207,29 @@ class Copier:
         if not self.failure.done():
             self.failure.cancel()
 
-    def _post(self, done: Callable[..., None], outcome: object) -> None:
-        self._loop.call_soon_threadsafe(done, outcome)
+    def _post(self, done: Callable[..., None], ended: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(done, ended())
 
     def _run(self) -> None:
         try:
-            while (work := self._jobs.get()) is not None:
-                work()
+            self._copy()
         except BaseException as error:
             self._loop.call_soon_threadsafe(partial(_fail, self.failure), error)
+
+    def _copy(self) -> None:
+        """What can begin goes before what must be waited for."""
+        copies = HostCopies(self._pool) if isinstance(self._pool, KvPool) else self._pool.copies()
+        begun: deque[Callable[[], None]] = deque()
+        while True:
+            if begun and (len(begun) >= copies.at_once or self._jobs.empty()):
+                begun.popleft()()
+                continue
+            begin = self._jobs.get()
+            if begin is None:
+                break
+            begun.append(begin(copies))
+        while begun:
+            begun.popleft()()
 
 
 def _fail(failure: asyncio.Future[Any], error: BaseException) -> None:

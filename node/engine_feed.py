@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from decant_proto.v1 import node_pb2
 
+from engine.graphs.select import GraphStatistics
 from engine.port import EngineStatus
 from foundation.health import Problem
 from foundation.ids import NodeId
@@ -22,8 +23,16 @@ NO_LANES: Mapping[NodeId, float] = MappingProxyType({})
 
 
 class EngineFeed:
-    def __init__(self, status: Callable[[], EngineStatus], metrics: NodeMetrics) -> None:
+    def __init__(
+        self,
+        status: Callable[[], EngineStatus],
+        metrics: NodeMetrics,
+        graphs: Callable[[], GraphStatistics] = GraphStatistics,
+    ) -> None:
+        """`graphs`: what has run on a GPU so far; never anything on a CPU."""
         self._status = status
+        self._graphs = graphs
+        self._graphs_seen = GraphStatistics()
         self._metrics = metrics
         self._steps = 0
         self._step_tokens = 0
@@ -50,10 +59,20 @@ class EngineFeed:
             self._skips[reason] = total
 
     def before_exposition(self) -> None:
+        self._count_graphs()
         status = self._status()
         self._metrics.requests_running.set(status.running)
         self._metrics.requests_waiting.set(status.waiting)
         self._metrics.kv_blocks.set(free=status.blocks_free, cached=status.blocks_cached, in_use=status.blocks_in_use)
+
+    def _count_graphs(self) -> None:
+        now, seen, metrics = self._graphs().copy(), self._graphs_seen, self._metrics
+        for (mode, _), steps in (now.steps - seen.steps).items():
+            metrics.graph_steps_total.count(mode.value, steps)
+        for reason, steps in (now.fallbacks - seen.fallbacks).items():
+            metrics.graph_fallbacks_total.count(reason.value, steps)
+        metrics.graph_padding_tokens_total.inc(now.padded_tokens - seen.padded_tokens)
+        self._graphs_seen = now
 
     def node_status(
         self,

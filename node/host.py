@@ -164,7 +164,7 @@ class _Host:
         engine = EngineLink(ready.engine, loop)
         endpoint = GrpcEndpoint()
         role = assemble(NodeParts(self._entry, ready, engine, self._metrics, health, endpoint, self._tracer))
-        feed = self._feed = EngineFeed(engine.status, self._metrics)
+        feed = self._feed = EngineFeed(engine.status, self._metrics, ready.graphs)
         progress = EngineProgress(loop.time, max(self._options.silence_limit_s, 3 * ready.step_limit_s))
         health.add(lambda: progress.observe(engine.status().steps, engine.status().has_work))
 

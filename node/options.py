@@ -6,8 +6,9 @@ An instance is checked and frozen (see `foundation.config`). Both roles share `N
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 from foundation.config import Options, derived, option
 from foundation.errors import ConfigurationError
@@ -21,10 +22,22 @@ WILDCARD_HOSTS = ("0.0.0.0", "::")
 FIRST_NODE_PORT = 7100
 PORTS_A_NODE = 10
 
+DeviceKind = Literal["cpu", "cuda"]
+SLOT_BYTES: Mapping[DeviceKind, int] = {"cpu": 4 * MIB, "cuda": 32 * MIB}
+"""On a GPU a message costs as much time as several megabytes of it take to travel."""
+
+
+class Staging(NamedTuple):
+    """In bytes of payload."""
+
+    staging_bytes: int
+    slot_bytes: int
+
 
 @dataclass(frozen=True)
 class NodeOptions(Options):
     role: ClassVar[Role]
+    staging_defaults: ClassVar[Mapping[DeviceKind, int]]
     prompts_share_steps: ClassVar[bool] = True
     """Prompts that fit into --max-num-batched-tokens end together, also where a step holds less (engine/scheduler/prefill)."""
 
@@ -44,6 +57,15 @@ class NodeOptions(Options):
     seed: int = option(0, "seed of --load-format dummy", minimum=0, maximum=2**63 - 1)
 
     # The engine.
+    device: str = option(
+        "auto", "auto, cpu, cuda or cuda:N; auto: a GPU if it can serve; without N: the one of the node index"
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of a GPU's memory for this node: the KV pool gets what weights, staging and a full step leave of it",
+        minimum=0.01,
+        maximum=1.0,
+    )
     block_size: int = option(16, "tokens in a KV block", minimum=1, maximum=1024)
     max_num_seqs: int = option(64, "most sequences in one step", minimum=1, maximum=4096)
     max_num_batched_tokens: int = option(
@@ -53,7 +75,12 @@ class NodeOptions(Options):
         sized=True,
     )
     enable_prefix_caching: bool = option(True, "keep KV of finished requests and find it again by its tokens")
-    kv_cache_memory_bytes: int = option(GIB, "memory of the KV pool", minimum=MIB, sized=True)
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "memory of the KV pool (default: 1GiB on a CPU, on a GPU what --gpu-memory-utilization leaves)",
+        minimum=MIB,
+        sized=True,
+    )
     num_gpu_blocks_override: int | None = option(
         None, "exactly so many KV blocks, whatever --kv-cache-memory-bytes says (on a CPU as well)", minimum=2
     )
@@ -67,10 +94,18 @@ class NodeOptions(Options):
     pipeline_parallel_size: int = option(1, "shards of the KV pool by layers", minimum=1, maximum=1024)
 
     # The transfer.
-    staging_bytes: int = option(
-        256 * MIB, "memory for slots in which KV arrives or leaves", minimum=64 * KIB, sized=True
+    staging_bytes: int | None = option(
+        None,
+        "memory for slots in which KV arrives or leaves (default: prefill 256MiB, decode 512MiB; on a GPU 1GiB, 2GiB)",
+        minimum=64 * KIB,
+        sized=True,
     )
-    slot_bytes: int = option(4 * MIB, "size of one slot, the most that one parcel holds", minimum=4 * KIB, sized=True)
+    slot_bytes: int | None = option(
+        None,
+        "size of one slot, the most that one parcel holds (default: 4MiB, on a GPU 32MiB)",
+        minimum=4 * KIB,
+        sized=True,
+    )
     silence_limit_s: float = option(
         2.0, "a peer that makes no progress for so long is given up", minimum=0.1, maximum=600
     )
@@ -128,11 +163,10 @@ class NodeOptions(Options):
                 "--max-num-batched-tokens",
                 f"is {self.max_num_batched_tokens}, less than --max-num-seqs ({self.max_num_seqs}): a step could not hold them",
             )
-        if self.staging_bytes < 2 * self.slot_bytes:
-            raise ConfigurationError(
-                "--staging-bytes",
-                f"must hold at least two slots of --slot-bytes ({2 * self.slot_bytes} bytes), not {self.staging_bytes}",
-            )
+        if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is None:
+            raise ConfigurationError("--device", f"{self.device!r} is not one of auto, cpu, cuda, cuda:N")
+        if self.device != "auto" or (self.staging_bytes is not None and self.slot_bytes is not None):
+            self.staging_on("cpu" if self.device == "cpu" else "cuda")
         if self.heartbeat_s > self.silence_limit_s / 2:
             raise ConfigurationError(
                 "--heartbeat-s",
@@ -146,6 +180,17 @@ class NodeOptions(Options):
         ports = {"--control-port": self.control_port, "--data-port": self.data_port, "--http-port": self.http_port}
         if len(set(ports.values())) < len(ports):
             raise ConfigurationError(" / ".join(ports), f"must differ, not {tuple(ports.values())}")
+
+    def staging_on(self, kind: DeviceKind) -> Staging:
+        """Raises ConfigurationError when staging memory holds fewer than two slots."""
+        staging_bytes = self.staging_bytes or self.staging_defaults[kind]
+        slot_bytes = self.slot_bytes or min(SLOT_BYTES[kind], staging_bytes // 2)
+        if staging_bytes < 2 * slot_bytes:
+            raise ConfigurationError(
+                "--staging-bytes",
+                f"must hold at least two slots of --slot-bytes ({2 * slot_bytes} bytes), not {staging_bytes}",
+            )
+        return Staging(staging_bytes, slot_bytes)
 
     @property
     def control_address(self) -> str:
@@ -164,6 +209,7 @@ def _advertised(host: str) -> str:
 @dataclass(frozen=True)
 class PrefillOptions(NodeOptions):
     role = Role.PREFILL
+    staging_defaults: ClassVar[Mapping[DeviceKind, int]] = {"cpu": 256 * MIB, "cuda": GIB}
     key_file: str = option(help="file with this node's key, or with the master keys: what tickets are checked with")
     prompts_share_steps = False  # each first token is awaited by a decode node, which no other prompt here slows down
 
@@ -171,8 +217,8 @@ class PrefillOptions(NodeOptions):
 @dataclass(frozen=True)
 class DecodeOptions(NodeOptions):
     role = Role.DECODE
+    staging_defaults: ClassVar[Mapping[DeviceKind, int]] = {"cpu": 512 * MIB, "cuda": 2 * GIB}
 
-    staging_bytes: int = option(512 * MIB, "memory for slots in which KV arrives", minimum=64 * KIB, sized=True)
     quarantine_arenas: int = option(
         2, "most arenas of lost peers that wait for proof that nothing can write into them", minimum=1, maximum=64
     )

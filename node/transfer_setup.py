@@ -16,8 +16,9 @@ from foundation.ports import lingers
 from kv_transfer.driver import EngineProgress, NodeIdentity, TransferLimits
 from kv_transfer.faults import Faults, faults_of_process
 from kv_transfer.pool_copy import KvPool
+from kv_transfer.staging import AnyPool
 from kv_transfer.transport.base import Transport, TransportError
-from kv_transfer.transport.ucx_environment import DEFAULT_LANES, apply_ucx_environment, ucx_environment
+from kv_transfer.transport.ucx_environment import DEFAULT_LANES, DEVICE_LANES, apply_ucx_environment, ucx_environment
 from node.host import NodeParts
 from node.options import NodeOptions
 
@@ -33,21 +34,17 @@ def node_identity(parts: NodeParts) -> NodeIdentity:
     )
 
 
-def transfer_limits(options: NodeOptions, quarantine_arenas: int) -> TransferLimits:
+def transfer_limits(parts: NodeParts, options: NodeOptions, quarantine_arenas: int) -> TransferLimits:
+    staging = options.staging_on("cpu" if isinstance(parts.ready.pool, KvPool) else "cuda")
     return TransferLimits(
-        staging_bytes=options.staging_bytes,
-        slot_bytes=options.slot_bytes,
+        staging_bytes=staging.staging_bytes,
+        slot_bytes=staging.slot_bytes,
         silence_limit_s=options.silence_limit_s,
         heartbeat_s=options.heartbeat_s,
         lease_s=options.lease_s,
         lease_renewal_s=min(5.0, options.lease_s / 3),
         quarantine_arenas=quarantine_arenas,
     )
-
-
-def kv_pool(parts: NodeParts) -> KvPool:
-    storage = parts.ready.parts.storage
-    return KvPool(storage.layout, storage.pool_views(), storage.owner_words)
 
 
 def engine_progress(status: EngineStatus) -> EngineProgress:
@@ -70,17 +67,20 @@ def ucx_ports(options: NodeOptions) -> str | None:
     return f"{options.data_port}-{options.data_port}"
 
 
-def open_transport(data_ports: str | None = None) -> Transport:
-    """The UCX data plane. `data_ports`: `first-last`, where UCX's own TCP connections may arrive; None leaves it to UCX.
+def open_transport(pool: AnyPool, data_ports: str | None = None) -> Transport:
+    """The UCX data plane, for messages in the memory where the pool is. `data_ports`: `first-last`, where UCX's own TCP
+    connections may arrive; None leaves it to UCX.
 
     Raises ConfigurationError when UCX cannot start with its environment.
     """
-    applied = apply_ucx_environment(ucx_environment(os.environ.get("UCX_TLS", DEFAULT_LANES), tcp_ports=data_ports))
+    on_host = isinstance(pool, KvPool)
+    lanes = os.environ.get("UCX_TLS", DEFAULT_LANES if on_host else DEVICE_LANES)
+    applied = apply_ucx_environment(ucx_environment(lanes, tcp_ports=data_ports, device=not on_host))
     log.info("ucx environment", set_here=applied.set_here, kept=applied.kept)
     from kv_transfer.transport.ucx import UcxTransport
 
     try:
-        return UcxTransport()
+        return UcxTransport(None if isinstance(pool, KvPool) else pool.device)
     except TransportError as error:
         raise ConfigurationError("UCX_TLS", str(error)) from error
 

@@ -19,7 +19,6 @@ from node.options import PrefillOptions
 from node.transfer_setup import (
     engine_progress,
     faults_wanted,
-    kv_pool,
     listen_for_data,
     node_identity,
     open_transport,
@@ -75,12 +74,12 @@ class PrefillRole:
         )
 
     async def start(self) -> None:
-        self._transport = open_transport()
+        self._transport = open_transport(self._parts.ready.pool)
         data_address = await listen_for_data(self._transport, self._options)
         self._driver = PrefillDriver(
             node_identity(self._parts),
-            kv_pool(self._parts),
-            transfer_limits(self._options, quarantine_arenas=1),
+            self._parts.ready.pool,
+            transfer_limits(self._parts, self._options, quarantine_arenas=1),
             self._transport,
             data_address,
             self._keys,

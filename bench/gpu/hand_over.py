@@ -42,7 +42,7 @@ class Transfer:
         self.messages = [
             slot[: parcel.wire_bytes(layout) + 8] for slot, parcel in zip(self.slots, self.parcels, strict=True)
         ]
-        self.digests = torch.zeros(len(self.parcels), 1, dtype=torch.int64, device=DEVICE)
+        self.outcomes = torch.zeros(len(self.parcels), 2, dtype=torch.int64, device=DEVICE)
 
     def _part(self, parcel: ParcelName) -> slice:
         return slice(parcel.first_position // BLOCK_SIZE, -(-parcel.end_position // BLOCK_SIZE))
@@ -53,8 +53,8 @@ class Transfer:
             self.copier.gather(parcel, self.blocks[part], self.owners[part], self.seed, message)
 
     def scatter(self) -> None:
-        for parcel, message, digest in zip(self.parcels, self.messages, self.digests, strict=True):
-            self.copier.scatter(parcel, self.blocks[self._part(parcel)], self.seed, message, digest)
+        for parcel, message, outcome in zip(self.parcels, self.messages, self.outcomes, strict=True):
+            self.copier.scatter(parcel, self.blocks[self._part(parcel)], self.seed, message, outcome)
 
 
 def hand_over(report: Callable[[str], None]) -> Figures:

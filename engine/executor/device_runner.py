@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ from engine.sampling.device_sampler import Logprobs, sample_on_device
 from engine.step import SamplingRows, StepPlan, StepResult
 
 MEASURED_REPLAYS = 5
+COMPUTE_PRIORITY = -1
+"""Above the default of 0, on which transfers copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,9 @@ class DeviceRunner:
         self._attention = attention
         self._storage = storage
         self._block_size = storage.layout.block_size
-        self._dummy_block = storage.dummy_block
+        self._dummy = (storage.dummy_block, storage.layout.block_size)
         self._limits = limits
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=COMPUTE_PRIORITY)  # type: ignore[no-untyped-call]
         self._buffers = StepBuffers(limits, self._block_size, storage.dummy_block, device)
         self._slots = [StepSlot(limits) for _ in range(LAUNCHED_LIMIT)]
         self._launches = 0
@@ -83,7 +85,7 @@ class DeviceRunner:
     def launch_as(self, plan: StepPlan, choice: Choice) -> LaunchedOnDevice:
         """Run the plan in the mode and bucket of `choice`, which must be correct for it."""
         slot = self._slots[self._launches % LAUNCHED_LIMIT]
-        slot.done.synchronize()
+        self._await(slot)
         self._launches += 1
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             padded = choice.bucket if choice.mode is not Mode.EAGER else plan.tokens
@@ -202,6 +204,18 @@ class DeviceRunner:
             *(f"{name} {size}: {seconds * 1e3:.2f} ms" for name, sizes in costs.by_mode() for size, seconds in sizes),
         ]
 
+    def largest_step(self) -> StepPlan:
+        """As many tokens and rows as ever; every row draws, and wants log probabilities."""
+        limits = self._limits
+        longest = limits.row_blocks * self._block_size
+        rest, counts = max(0, limits.tokens - limits.rows), []
+        for _ in range(limits.rows):
+            more = min(rest, longest - 1)
+            counts.append(1 + more)
+            rest -= more
+        plan = _dummy_plan(counts, counts, *self._dummy)
+        return replace(plan, sampling=replace(plan.sampling, logprobs=np.ones(limits.rows, np.int32)))
+
     def _measure(self, plan: StepPlan, choice: Choice) -> float:
         """Seconds of the step, in a row with others of its kind: what it costs an overlapped loop."""
         self.launch_as(plan, choice).result()
@@ -215,17 +229,17 @@ class DeviceRunner:
 
     def _decodes(self, rows: int, longest: int = 1) -> StepPlan:
         """A batch of decodes that reads and writes nobody's block; the context of one has `longest` positions."""
-        return _dummy_plan([1] * rows, [longest] + [1] * (rows - 1), self._dummy_block, self._block_size)
+        return _dummy_plan([1] * rows, [longest] + [1] * (rows - 1), *self._dummy)
 
     def _prompt(self, tokens: int) -> StepPlan:
-        return _dummy_plan([tokens], [tokens], self._dummy_block, self._block_size)
+        return _dummy_plan([tokens], [tokens], *self._dummy)
 
     def take_result(self, launched: LaunchedOnDevice) -> StepResult:
         slot = launched.slot
         assert self._launches - launched.launch < LAUNCHED_LIMIT, (
             f"the result of step {launched.number} is asked for too late"
         )
-        slot.done.synchronize()
+        self._await(slot)
         samples = len(launched.sampling.temperature)
         tokens, best = slot.tokens[:samples].numpy().copy(), slot.best_logits[:samples].numpy()
         if self._failure is None and not np.isfinite(best).all():
@@ -235,8 +249,18 @@ class DeviceRunner:
             raise StepFailed(f"step {launched.number} follows a failed step") from self._failure
         return _result(tokens, launched.sampling, launched.logprobs)
 
+    def _await(self, slot: StepSlot) -> None:
+        """Raises StepFailed when the device does not work any more: CUDA's errors stay."""
+        try:
+            slot.done.synchronize()
+        except RuntimeError as error:
+            self._failure = error
+            raise StepFailed(f"the GPU failed: {error}") from error
+
     def close(self) -> None:
-        self._stream.synchronize()
+        """After a failed step nothing is waited for: the device may not answer any more."""
+        if self._failure is None:
+            self._stream.synchronize()
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,10 @@ class GraphStatistics:
     tokens: int = 0
     padded_tokens: int = 0
 
+    def copy(self) -> GraphStatistics:
+        """A snapshot, which any thread may take."""
+        return GraphStatistics(self.steps.copy(), self.fallbacks.copy(), self.tokens, self.padded_tokens)
+
     def count(self, choice: Choice, tokens: int) -> None:
         self.steps[choice.mode, 0 if choice.mode is Mode.EAGER else choice.bucket] += 1
         if choice.reason is not Reason.NONE:
@@ -97,9 +101,12 @@ class GraphSelector:
     """Chooses for each step among what was captured. Never adds a bucket: random shapes cost no capture."""
 
     def __init__(self, costs: Costs) -> None:
-        self._costs = costs
+        self.costs = costs
         self._full = sorted(costs.full)
         self._piecewise = sorted(costs.piecewise)
+        self.statistics = GraphStatistics()
+
+    def forget_statistics(self) -> None:
         self.statistics = GraphStatistics()
 
     def choose(self, step: StepDescriptor) -> Choice:
@@ -113,11 +120,11 @@ class GraphSelector:
         if reason is Reason.NONE and bucket is None:
             reason = Reason.NO_BUCKET
         if bucket is not None:
-            if self._costs.full[bucket] <= interpolated(self._costs.eager_decode, step.tokens):
+            if self.costs.full[bucket] <= interpolated(self.costs.eager_decode, step.tokens):
                 return Choice(Mode.FULL, bucket, Reason.NONE)
             return Choice(Mode.EAGER, step.tokens, Reason.DEARER)
         piecewise = None if step.kv_leaves else _bucket(self._piecewise, step.tokens)
-        if piecewise is not None and self._costs.piecewise[piecewise] < interpolated(self._costs.eager, step.tokens):
+        if piecewise is not None and self.costs.piecewise[piecewise] < interpolated(self.costs.eager, step.tokens):
             return Choice(Mode.PIECEWISE, piecewise, reason)
         return Choice(Mode.EAGER, step.tokens, reason)
 

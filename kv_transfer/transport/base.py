@@ -22,7 +22,8 @@ import numpy.typing as npt
 from foundation.ids import CreditNumber, SessionNonce
 
 Bytes = npt.NDArray[np.uint8]
-"""One contiguous run of host memory."""
+"""One contiguous run of memory. On a GPU a `cuda_memory.DeviceBytes` stands in, with the same size, length and slices: only
+who knows where a pool lies looks at content, and it finds an array where it expects one."""
 
 Tag = NewType("Tag", int)
 """64 bits: session nonce (40) | credit number (24)."""

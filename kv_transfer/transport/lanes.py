@@ -9,6 +9,7 @@ Must not know: sessions, sockets.
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from kv_transfer.transport.base import Lane
 
@@ -18,10 +19,14 @@ SHOWN = {
         Lane("tcp", receiver_reads=False, close_fences_receives=True),
         Lane("sysv", receiver_reads=False, close_fences_receives=True),
         Lane("posix", receiver_reads=False, close_fences_receives=True),
+        # Shown on GPUs (tests/gpu). `cuda_ipc/put`, where the sender writes, fails: its bytes land after its receive has failed.
+        Lane("cuda_ipc/get", receiver_reads=True, close_fences_receives=False),
     )
 }
 
-_HOST_TABLE = re.compile(r"tagged message by ucp_tag_send\* from host memory")
+Memory = Literal["host", "cuda"]
+
+_TABLE = "tagged message by ucp_tag_send* from {memory}"
 _ROW = re.compile(r"^# \|\s*\S+\.\.(?P<end>\S+) \|(?P<protocol>.*)\|(?P<where>[^|]*)\|$")
 _TRANSPORT = re.compile(r"(\w+)/\w")
 
@@ -30,14 +35,14 @@ def lane_named(name: str) -> Lane:
     return SHOWN.get(name, Lane(name, receiver_reads=False, close_fences_receives=False))
 
 
-def lane_of_endpoint(info: str) -> Lane:
-    """The lane on which long messages from host memory travel, from the text of ucp_ep_print_info.
+def lane_of_endpoint(info: str, memory: Memory = "host") -> Lane:
+    """The lane on which long messages from this kind of memory travel, from the text of ucp_ep_print_info.
 
-    Several transports at once make the lane `a+b`, which no test has shown. A remote write by the sender, which the table
-    says in words, is another lane than messages on the same transport.
+    Several transports at once make the lane `a+b`, which no test has shown. A remote write by the sender, and a read by the
+    receiver, which the table says in words, are other lanes than messages on the same transport.
     """
-    lines = info.splitlines()
-    begin = next((index for index, line in enumerate(lines) if _HOST_TABLE.search(line)), len(lines))
+    lines, title = info.splitlines(), _TABLE.format(memory=memory)
+    begin = next((index for index, line in enumerate(lines) if title in line), len(lines))
     rows = [match for line in lines[begin : begin + 32] if (match := _ROW.match(line.strip()))]
     longest = next((row for row in rows if row["end"] == "inf"), None)
     if longest is None:

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -40,7 +40,8 @@ from kv_transfer.transport.base import (
     TransportError,
     mint_fence,
 )
-from kv_transfer.transport.lanes import lane_of_endpoint
+from kv_transfer.transport.cuda_memory import CudaDevice
+from kv_transfer.transport.lanes import Memory, lane_of_endpoint
 from kv_transfer.transport.rendezvous import (
     HANDSHAKE_LIMIT_S,
     Call,
@@ -130,13 +131,13 @@ class UcxSession:
 
     async def greet(self, send_tag: int, receive_tag: int) -> None:
         """Returns when a byte has travelled each way over this endpoint, and the lane is known."""
-        byte, answered, sent = np.zeros(1, np.uint8), self._loop.create_future(), self._loop.create_future()
-        self.post_receive(Tag(receive_tag), byte, partial(_resolve, answered))
-        self.send(Tag(send_tag), np.ones(1, np.uint8), partial(_resolve, sent))
+        answered, sent = self._loop.create_future(), self._loop.create_future()
+        self.post_receive(Tag(receive_tag), self._transport.greeting[:1], partial(_resolve, answered))
+        self.send(Tag(send_tag), self._transport.greeting[1:], partial(_resolve, sent))
         for outcome in await asyncio.gather(answered, sent):
             if not isinstance(outcome, Landed | Sent):
                 raise TransportError("unreachable", f"the greeting failed: {outcome}")
-        self.lane = lane_of_endpoint(await self._worker.run(self._endpoint.describe))
+        self.lane = lane_of_endpoint(await self._worker.run(self._endpoint.describe), self._transport.memory)
 
     async def _watch_lifeline(self) -> None:
         self._lose(await self._lifeline.until_lost())
@@ -185,12 +186,19 @@ class UcxSession:
 
 
 class UcxTransport:
-    """See `base.Transport`. Made on the asyncio thread; the UCX environment must have been applied before."""
+    """See `base.Transport`. Made on the asyncio thread; the UCX environment must have been applied before.
 
-    def __init__(self) -> None:
+    With a `device` all messages go from and into its memory, else from and into the host's.
+    """
+
+    def __init__(self, device: CudaDevice | None = None) -> None:
+        """Raises TransportError (`ucx_unavailable`, `out_of_memory`)."""
         self.strangers_refused = 0
         self.stray_messages = 0
-        self.worker = UcxWorker()
+        self.memory: Memory = "host" if device is None else "cuda"
+        self.greeting: Bytes = np.zeros(2, np.uint8) if device is None else cast(Bytes, device.allocate(2))
+        """What all sessions greet with: one byte that is overwritten, one that is sent."""
+        self.worker = UcxWorker(device)
         self._sessions: set[UcxSession] = set()
         self._expected: dict[int, tuple[asyncio.Future[DataSession], LostCallback]] = {}
         self._server: asyncio.Server | None = None

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 DEFAULT_LANES = "sm,self,tcp"
 """Shared memory on one host, TCP between hosts."""
 
+DEVICE_LANES = "cuda_ipc,cuda_copy,sm,self,tcp"
+"""GPU to GPU on one host."""
+
 
 @dataclass(frozen=True, slots=True)
 class AppliedEnvironment:
@@ -23,9 +26,12 @@ class AppliedEnvironment:
     kept: dict[str, str]
 
 
-def ucx_environment(lanes: str, interface: str | None = None, tcp_ports: str | None = None) -> dict[str, str]:
+def ucx_environment(
+    lanes: str, interface: str | None = None, tcp_ports: str | None = None, *, device: bool = False
+) -> dict[str, str]:
     """UCX settings for these lanes (the value of UCX_TLS).
 
+    `device`: messages lie in GPU memory.
     `interface`: the network device whose address is advertised to peers; None leaves the choice to UCX.
     `tcp_ports`: `first-last`, the ports on which UCX's own TCP connections may arrive; None means any.
     """
@@ -53,6 +59,14 @@ def ucx_environment(lanes: str, interface: str | None = None, tcp_ports: str | N
     if lanes != "tcp":
         # Otherwise a missing lane is emulated over TCP without a word.
         settings["UCX_PROTO_EMULATION_ENABLE"] = "n"
+    if device:
+        # The receiver reads: whatever becomes of the sender, a matched receive ends by itself and is its own fence. Where the
+        # sender writes, UCX's choice on one GPU, bytes land after the receive has failed. Without the second setting the first
+        # sends everything through host memory, three orders slower, without a word.
+        settings |= {"UCX_RNDV_SCHEME": "get_zcopy", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+        # A cached mapping lives as long as this process, also that of a peer long dead, whose memory it holds: each life of a
+        # prefill node would cost a decode node its slots (openucx/ucx#11753). Mapping anew was measured to cost nothing.
+        settings["UCX_CUDA_IPC_CACHE"] = "n"
     if interface:
         settings["UCX_NET_DEVICES"] = interface
     if tcp_ports:

@@ -28,8 +28,12 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from kv_transfer.transport.base import Bytes, TransportError
+from kv_transfer.transport.cuda_memory import CudaDevice
 
 Done = TypeVar("Done")
+
+DEVICE_WAIT_MS = 1
+"""The progress thread looks at least so often for copies that a GPU has finished."""
 
 _CLOSE_LIMIT_NS = 5 * 10**9
 _STRAYS_AT_ONCE = 1024
@@ -76,22 +80,25 @@ class UcxEndpoint:
 
 
 class UcxWorker:
-    """Made on the asyncio thread, whose loop completes all futures."""
+    """Made on the asyncio thread, whose loop completes all futures. With a `device` its threads may touch GPU memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: CudaDevice | None = None) -> None:
         import ucxx._lib.libucxx as binding
 
         self._binding = binding
+        self._device = device
+        enter = _do_nothing if device is None else device.use_in_this_thread
         self._loop = asyncio.get_running_loop()
         self._strays: dict[int, tuple[Any, Bytes]] = {}
         self._to_cancel: list[HoldsRequest] = []
-        self._control = ThreadPoolExecutor(1, "ucx-control")
+        self._control = ThreadPoolExecutor(1, "ucx-control", initializer=enter)
         try:
             self._context = binding.UCXContext({})
             self._worker = binding.UCXWorker(self._context, enable_delayed_submission=True, enable_python_future=True)
         except binding.UCXError as error:
             raise TransportError("ucx_unavailable", f"UCX cannot start with this UCX_TLS: {error}") from error
         assert self._worker.enable_python_future, "this ucxx was built without Python futures"
+        self._worker.set_progress_thread_start_callback(enter)
         self._start_progress()
         self._notifier = threading.Thread(target=self._notify, name="ucx-notifier", daemon=True)
         self._notifier.start()
@@ -127,7 +134,8 @@ class UcxWorker:
         self._start_progress()
 
     def _start_progress(self) -> None:
-        self._worker.start_progress_thread(polling_mode=False, epoll_timeout=-1)
+        waits_ms = -1 if self._device is None else DEVICE_WAIT_MS
+        self._worker.start_progress_thread(polling_mode=False, epoll_timeout=waits_ms)
 
     def drop_unexpected(self, tag: int, mask: int) -> int:
         """Take out small messages that nobody posted for and whose tag agrees with `tag` where `mask` has ones; how many.
@@ -173,6 +181,10 @@ class UcxWorker:
             except RuntimeError:  # the loop was closed under us: nobody is left to be told
                 break
         worker.clear_python_futures_pool()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _array(buffer: Bytes) -> Any:

@@ -6,15 +6,18 @@ Reads one JSON command a line on stdin and answers each with one line; news of o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kv_transfer.transport.base import DataSession, ReceiveOutcome, SendOutcome, Tag
+from kv_transfer.transport.base import Bytes, DataSession, ReceiveOutcome, SendOutcome, Tag
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_environment import apply_ucx_environment, ucx_environment
 
@@ -22,6 +25,15 @@ from kv_transfer.transport.ucx_environment import apply_ucx_environment, ucx_env
 def pattern(size: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Bytes from 1 to 255: a landed byte is never zero."""
     return np.resize(np.random.default_rng(seed).integers(1, 256, min(size, 99_991), dtype=np.uint8), size)
+
+
+def open_sockets() -> int:
+    """Of this process."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            found += str(link.readlink()).startswith("socket:")
+    return found
 
 
 def say(**news: object) -> None:
@@ -40,29 +52,41 @@ class FarSide:
             case {"do": "expect", "session": session}:
                 self._sessions[session] = self._transport.expect(session, lambda reason: say(lost=reason))
             case {"do": "send", "session": session, "tag": tag, "size": size, "seed": seed}:
-                (await self._sessions[session]).send(Tag(tag), pattern(size, seed), self._sent)
+                (await self._sessions[session]).send(Tag(tag), self.message(size, seed), self._sent)
             case {"do": "receive", "session": session, "tag": tag, "size": size, "seed": seed}:
-                buffer = np.zeros(size, np.uint8)
+                buffer = self.room(size)
                 (await self._sessions[session]).post_receive(Tag(tag), buffer, partial(self._received, buffer, seed))
             case {"do": "close", "session": session}:
                 return type(await (await self._sessions[session]).close()).__name__
+            case {"do": "give_up", "session": session}:
+                self._sessions[session].cancel()
+            case {"do": "sockets"}:
+                return open_sockets()
             case {"do": "strangers"}:
                 return self._transport.strangers_refused
             case _:
                 raise AssertionError(f"unknown command {command}")
         return None
 
+    def message(self, size: int, seed: int) -> Bytes:
+        return pattern(size, seed)
+
+    def room(self, size: int) -> Bytes:
+        return np.zeros(size, np.uint8)
+
+    def holds(self, buffer: Bytes, size: int, seed: int) -> bool:
+        return bool(np.array_equal(buffer, pattern(size, seed)))
+
     def _sent(self, outcome: SendOutcome) -> None:
         say(tag=outcome.tag, outcome=type(outcome).__name__)
 
-    def _received(self, buffer: np.ndarray[Any, np.dtype[np.uint8]], seed: int, outcome: ReceiveOutcome) -> None:
-        right = bool(np.array_equal(buffer, pattern(buffer.size, seed)))
-        say(tag=outcome.tag, outcome=type(outcome).__name__, right=right)
+    def _received(self, buffer: Bytes, seed: int, outcome: ReceiveOutcome) -> None:
+        say(tag=outcome.tag, outcome=type(outcome).__name__, right=self.holds(buffer, buffer.size, seed))
 
 
-async def main() -> None:
-    apply_ucx_environment(ucx_environment(os.environ["FAR_SIDE_LANES"]))
-    far_side = FarSide(UcxTransport())
+async def serve(make: Callable[[], FarSide]) -> None:
+    """Made on the running loop."""
+    far_side = make()
     say(ready=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -70,5 +94,10 @@ async def main() -> None:
         say(number=command["number"], answer=await far_side.obey(command))
 
 
+def on_the_host() -> FarSide:
+    apply_ucx_environment(ucx_environment(os.environ["FAR_SIDE_LANES"]))
+    return FarSide(UcxTransport())
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(serve(on_the_host))

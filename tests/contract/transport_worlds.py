@@ -126,23 +126,30 @@ class MemoryWorld:
 class UcxWorld:
     """Both workers choose among `lanes`. The far side is a child process."""
 
+    program = Path(__file__).parent / "far_side_process.py"
+
     def __init__(self, lanes: str, lane_names: frozenset[str]) -> None:
         self.lane_names = lane_names
         self.large_bytes = 128 << 20
-        self._lanes = lanes
-        os.environ.update(ucx_environment(lanes))
-        self.near: Transport = UcxTransport()
+        self._environment = {"FAR_SIDE_LANES": lanes, **self.environment(lanes)}
+        os.environ.update(self._environment)
+        self.near: Transport = self.transport()
         self._outcomes: dict[Tag, asyncio.Future[str]] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._ready = asyncio.Event()
         self._child: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
 
+    def environment(self, lanes: str) -> dict[str, str]:
+        return ucx_environment(lanes)
+
+    def transport(self) -> UcxTransport:
+        return UcxTransport()
+
     async def start(self) -> None:
-        environment = {**os.environ, **ucx_environment(self._lanes), "FAR_SIDE_LANES": self._lanes}
-        program = Path(__file__).parent / "far_side_process.py"
+        environment = {**os.environ, **self._environment}
         self._child = await asyncio.create_subprocess_exec(
-            sys.executable, str(program), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            sys.executable, str(self.program), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         self._ready.clear()
         self._reader = asyncio.create_task(self._read(self._child))
@@ -168,6 +175,13 @@ class UcxWorld:
 
     async def far_strangers(self) -> int:
         return int(await self._ask(do="strangers"))
+
+    async def far_gives_up(self, session: int) -> None:
+        """It does not expect this session any more, unless it has come."""
+        await self._ask(do="give_up", session=session)
+
+    async def far_sockets(self) -> int:
+        return int(await self._ask(do="sockets"))
 
     async def send_partly(self, session: int, tag: Tag, buffer: Bytes, seed: int) -> None:
         await self._tell(do="send", session=session, tag=tag, size=buffer.size, seed=seed)

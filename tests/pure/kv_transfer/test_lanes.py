@@ -30,6 +30,29 @@ def test_a_lane_on_which_the_sender_writes_is_another_lane_that_nobody_has_shown
     assert (lane.name, lane.fences) == ("tcp/put", False)
 
 
+CUDA_HEAD = """
+# | ucp_context_0 intra-node cfg#1 | tagged message by ucp_tag_send* from cuda/GPU0            |
+# |                          0..8K | copy-in                                   | tcp/lo        |
+"""
+
+
+def test_messages_in_a_gpus_memory_have_a_lane_of_their_own() -> None:
+    info = HEAD + longest("(?) rendezvous fragmented copy-in copy-out", "sysv/memory") + CUDA_HEAD
+    read = lane_of_endpoint(info + longest("(?) rendezvous zero-copy read from remote", "cuda_ipc/cuda"), "cuda")
+    assert (read.name, read.receiver_reads, read.fences) == ("cuda_ipc/get", True, True)
+    written = lane_of_endpoint(
+        info + longest("(?) rendezvous zero-copy flushed write to remote", "cuda_ipc/cuda"), "cuda"
+    )
+    assert (written.name, written.fences) == ("cuda_ipc/put", False)
+    assert lane_of_endpoint(info).name == "sysv"
+
+
+def test_on_a_gpu_the_receiver_is_told_to_read() -> None:
+    settings = ucx_environment("cuda_ipc,cuda_copy,sm,self,tcp", device=True)
+    assert (settings["UCX_RNDV_SCHEME"], settings["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"]) == ("get_zcopy", "y")
+    assert "UCX_RNDV_SCHEME" not in ucx_environment("sm,self,tcp")
+
+
 def test_several_transports_at_once_guarantee_nothing() -> None:
     lane = lane_of_endpoint(HEAD + longest("(?) rendezvous zero-copy", "50% on tcp/lo and 50% on sysv/memory"))
     assert (lane.name, lane.fences) == ("sysv+tcp", False)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,12 +13,14 @@ from foundation.fingerprint import Fingerprint
 from foundation.ids import BlockId, CreditNumber, Incarnation, RequestId, SessionNonce, TransferId
 from foundation.kv_layout import KvLayout
 from kv_transfer import pool_copy, staging
-from kv_transfer.arena import Arena, StagingMemory
+from kv_transfer.arena import Arena, HostSlots, StagingMemory, slot_stride
+from kv_transfer.device_slots import DeviceSlots, on_device
 from kv_transfer.digest import DigestSeeds, TokenHistory
 from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.staging import Copier, DigestMismatch, Gather, Gathered, Scatter, Scattered, gather, scatter
 from kv_transfer.transport.base import Fenced, mint_fence
+from kv_transfer.transport.cuda_memory import DeviceBytes
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=4, dtype="float32", block_size=4, layer_group=2)
 PARCEL = ParcelName(0, 8, 0, 2, 0, 2)
@@ -169,6 +172,90 @@ async def test_the_copier_answers_in_order_on_the_loop_and_finishes_before_it_cl
     await asyncio.sleep(0)
     assert [number for number, _, _ in news] == list(range(20))
     assert all(thread == here and it.intact for _, thread, it in news)
+
+
+class LaterCopies:
+    """A device that ends each copy when it is waited for; notes what was begun and ended."""
+
+    at_once = 3
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, int]] = []
+
+    def gather(self, job: Gather) -> Callable[[], Gathered]:
+        self.noted.append(("begun", job.seed))
+        return lambda: self._ended(job.seed)
+
+    def scatter(self, job: Scatter) -> Callable[[], Scattered | DigestMismatch]:
+        raise NotImplementedError
+
+    def _ended(self, seed: int) -> Gathered:
+        self.noted.append(("ended", seed))
+        return Gathered(seed, intact=True)
+
+
+class PoolWith:
+    layout, digest_kind, device = LAYOUT, "other", None
+
+    def __init__(self, copies: LaterCopies, may_begin: threading.Event) -> None:
+        self._copies = copies
+        self._may_begin = may_begin
+
+    def slots(self, size: int) -> HostSlots:
+        return HostSlots()
+
+    def copies(self) -> LaterCopies:
+        self._may_begin.wait(10)
+        return self._copies
+
+
+async def test_copies_of_a_device_are_begun_ahead_up_to_its_limit_and_end_in_order() -> None:
+    copies, may_begin, heard = LaterCopies(), threading.Event(), list[int]()
+    copier = Copier(PoolWith(copies, may_begin))  # type: ignore[arg-type]
+    for number in range(7):
+        copier.gather(replace(gather_job(), seed=number), lambda gathered: heard.append(gathered.digest))
+    may_begin.set()
+    await copier.close()
+    await asyncio.sleep(0)
+    assert heard == list(range(7))
+    assert [number for kind, number in copies.noted if kind == "ended"] == list(range(7))
+    open_copies = [
+        sum(1 if kind == "begun" else -1 for kind, _ in copies.noted[: place + 1]) for place in range(len(copies.noted))
+    ]
+    assert max(open_copies) == copies.at_once
+
+
+class OneAllocation:
+    """Stands in for `CudaDevice`."""
+
+    def allocate(self, size: int) -> DeviceBytes:
+        return DeviceBytes(1 << 40, size, self, None)  # type: ignore[arg-type]
+
+
+def test_arenas_of_a_gpu_lie_apart_in_one_allocation_and_gaps_are_used_again() -> None:
+    slots = DeviceSlots(OneAllocation(), 10 * 4096)  # type: ignore[arg-type]
+    runs = [slots.draw(size) for size in (5000, 4096, 12_000)]
+    places = [(on_device(run).address, on_device(run).size) for run in runs if run is not None]
+    assert places == [(1 << 40, 5000), ((1 << 40) + 8192, 4096), ((1 << 40) + 12_288, 12_000)]
+    assert slots.draw(5 * 4096) is None
+    assert runs[0] is not None
+    slots.give_back(runs[0])
+    again = slots.draw(8192)
+    assert again is not None
+    assert on_device(again).address == 1 << 40
+    assert slots.draw(4 * 4096) is not None
+    assert slots.draw(1) is None
+
+
+def test_an_arena_for_which_there_is_no_room_is_not_drawn() -> None:
+    size = slot_stride(1000)
+    memory = StagingMemory(1 << 20, DeviceSlots(OneAllocation(), 5 * size))  # type: ignore[arg-type]
+    first = memory.draw_arena(3, 1000, session=1)
+    assert first is not None
+    assert memory.draw_arena(3, 1000, session=2) is None
+    assert memory.drawn_bytes == 3000
+    memory.give_back(first, mint_fence(1))
+    assert memory.draw_arena(5, 1000, session=3) is not None
 
 
 async def test_a_copy_that_cannot_be_is_a_bug_that_ends_the_copier_loudly() -> None:
