@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from decode_node.lane_rates import LaneRates
 from decode_node.service import DecodeService
 from foundation.ids import NodeId
 from foundation.metrics import NodeMetrics
@@ -33,16 +34,18 @@ def run(options: DecodeOptions) -> int:
 
 
 class _WatchedLanes(MeteredTransfers):
-    """Tells the lanes' health what was measured."""
+    """Passes on what pairing measured: to the lanes' health, and to what routers are told."""
 
-    def __init__(self, metrics: NodeMetrics, health: LaneHealth) -> None:
+    def __init__(self, metrics: NodeMetrics, health: LaneHealth, rates: LaneRates) -> None:
         super().__init__(metrics)
         self._health = health
+        self._rates = rates
 
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
         super().lane(peer, lane, gigabytes_per_second)
         if not lane.endswith(OTHER_DIRECTION):
             self._health.measured(peer, gigabytes_per_second * 1e9)
+            self._rates.paired(peer, gigabytes_per_second * 1e9)
 
 
 class DecodeRole:
@@ -63,11 +66,11 @@ class DecodeRole:
         )
         self._transport: Transport | None = None
         self._driver: DecodeDriver | None = None
-        self._observer = _WatchedLanes(parts.metrics, self.service.lane_health)
+        self._observer = _WatchedLanes(parts.metrics, self.service.lane_health, self.service.lane_rates)
 
     @property
     def lanes(self) -> Mapping[NodeId, float]:
-        return self._observer.bytes_per_second
+        return self.service.lane_rates.current()
 
     @property
     def broken_lanes(self) -> Iterable[NodeId]:

@@ -17,8 +17,9 @@ from typing import assert_never
 from decant_proto.v1 import node_pb2, types_pb2
 
 from decode_node import inbound_events as on
-from decode_node.inbound import Facts, Inbound, Phase, handle, new_inbound
 from decode_node.attempt_trace import AttemptTrace
+from decode_node.inbound import Facts, Inbound, Phase, handle, new_inbound
+from decode_node.lane_rates import LaneRates
 from decode_node.submission import refused_submission, request_key, start_engine_request
 from engine import port as engine_port
 from engine.config import EngineConfig
@@ -94,6 +95,7 @@ class DecodeService:
         self._outputs: dict[Attachment, list[node_pb2.RequestOutput]] = {}
         self.failures = RecentFailures(self._loop.time)
         self.lane_health = LaneHealth(self._loop.time, lane_floor_bytes_per_second)
+        self.lane_rates = LaneRates(self._loop.time)
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -194,6 +196,7 @@ class DecodeService:
         attempt = self._attempts.get(transfer.attempt_id)
         if attempt is not None:
             self.lane_health.committed(NodeId(attempt.transferring_from))
+            self.lane_rates.carried(NodeId(attempt.transferring_from), account.bytes_per_second)
             attempt.trace.transfer_over(account, "")
         self._transfer_event(transfer, on.Committed(transfer.try_number, account.verified_positions))
 
@@ -205,6 +208,7 @@ class DecodeService:
         if attempt is not None:
             attempt.trace.transfer_over(account, reason if reason != "done" else "")
             self.lane_health.ended(NodeId(attempt.transferring_from), reason_label(reason))
+            self.lane_rates.carried(NodeId(attempt.transferring_from), account.bytes_per_second)
         if attempt is not None and attempt.state.phase is Phase.ENDING:
             if reason != "done":
                 self._metrics.kv_transfer_failures_total.count("cancelled")

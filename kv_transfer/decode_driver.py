@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import assert_never
 
@@ -30,6 +30,7 @@ from kv_transfer.driver import (
     local_node,
 )
 from kv_transfer.faults import Faults
+from kv_transfer.landing_rate import LandingRate
 from kv_transfer.landings import Landings
 from kv_transfer.port import BeginTransfer, DecodeListener, TransferAccount, TransferProgress
 from kv_transfer.protocol import effects as do
@@ -72,6 +73,7 @@ class _Inbound:
     lane: str = ""
     landed_parcels: int = 0
     landed_bytes: int = 0
+    rate: LandingRate = field(default_factory=LandingRate)
 
 
 class DecodeDriver:
@@ -235,6 +237,7 @@ class DecodeDriver:
             parcels=ended.parcels,
             seconds=self._loop.time() - inbound.begun_s,
             lane=inbound.lane,
+            bytes_per_second=inbound.rate.bytes_per_second,
         )
 
     def _open_lane(self, peer: NodeId, session: int, data_address: str) -> None:
@@ -278,6 +281,7 @@ class DecodeDriver:
         payload_bytes = slot.length - TRAILER_BYTES
         inbound.landed_parcels += 1
         inbound.landed_bytes += payload_bytes
+        inbound.rate.landed(payload_bytes, self._loop.time())
         inbound.lane = self._landings.lane(session)
         self._observer.parcel("landed", slot.transfer, slot.parcel_index, payload_bytes)
         return self._faults.after_landed(slot.parcel_index, inbound.landed_parcels)

@@ -51,6 +51,8 @@ class TransferAccount:
     parcels: int
     seconds: float
     lane: str
+    bytes_per_second: float = 0.0
+    """How fast the lane carried, as far as the landings of this transfer show it; 0: they do not."""
 
 
 @dataclass(frozen=True, slots=True)

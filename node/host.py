@@ -260,6 +260,7 @@ class _Host:
             step_limit_ms=round(ready.step_limit_s * 1000),
             kv_bytes_per_token=ready.parts.layout.token_bytes,
             max_num_seqs=ready.config.max_num_seqs,
+            max_num_batched_tokens=ready.config.max_num_batched_tokens,
         )
 
     def _exposition(self) -> tuple[bytes, str]:

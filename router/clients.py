@@ -83,6 +83,8 @@ class Hello:
     kv_bytes_per_token: int
     max_num_seqs: int
     """Sequences that its engine decodes at once; 0: it does not say."""
+    max_num_batched_tokens: int
+    """Most tokens of one step; 0: it does not say."""
 
 
 class HelloRefused(Exception):
@@ -235,6 +237,7 @@ class NodeLink:
             hello.block_size,
             hello.kv_bytes_per_token,
             hello.max_num_seqs,
+            hello.max_num_batched_tokens,
         )
         self.health.connected(self._now(), hello.step_limit_ms / 1000)
         log.info("node connected", node=self.node_id, peer_incarnation=f"{entry.incarnation:016x}")

@@ -281,6 +281,7 @@ class Fleet:
             serves_alone=status is not None and status.serves_alone,
             broken_lanes=status.broken_lanes if status else frozenset(),
             seats=hello.max_num_seqs if hello else 0,
+            step_tokens=hello.max_num_batched_tokens if hello else 0,
         )
 
     def refusal(self, link: NodeLink) -> str | None:

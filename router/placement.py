@@ -63,6 +63,8 @@ class Candidate:
     """Decode nodes: bytes a second from each prefill node that they are paired with."""
     seats: int = 0
     """Sequences that its engine decodes at once; 0: unknown."""
+    step_tokens: int = 0
+    """Most tokens of one step; 0: unknown."""
 
     @property
     def has_room(self) -> bool:
@@ -161,7 +163,9 @@ def place(
         return missing(candidate) + candidate.ahead_tokens, candidate.key.node
 
     def work(candidate: Candidate) -> Work:
-        return Work(candidate.ahead_tokens, missing(candidate), candidate.tokens_per_second)
+        streams = candidate.sequences if candidate.role is Role.DECODE else 0
+        speed = candidate.tokens_per_second
+        return Work(candidate.queued_tokens, missing(candidate), speed, streams, candidate.step_tokens)
 
     candidates = list(candidates)
     decoders = [candidate for candidate in candidates if candidate.role is Role.DECODE]

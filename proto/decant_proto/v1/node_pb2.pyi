@@ -298,6 +298,7 @@ class NodeHello(_message.Message):
     STEP_LIMIT_MS_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     max_model_len: _builtins.int
     block_size: _builtins.int
@@ -305,6 +306,8 @@ class NodeHello(_message.Message):
     kv_bytes_per_token: _builtins.int
     max_num_seqs: _builtins.int
     """sequences that the engine decodes at once; 0 = it does not say"""
+    max_num_batched_tokens: _builtins.int
+    """most tokens of one step; 0 = it does not say"""
     @_builtins.property
     def entry(self) -> _types_pb2.NodeEntry: ...
     @_builtins.property
@@ -320,10 +323,11 @@ class NodeHello(_message.Message):
         step_limit_ms: _builtins.int = ...,
         kv_bytes_per_token: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
+        max_num_batched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "entry", b"entry", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "step_limit_ms", b"step_limit_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "entry", b"entry", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_id", b"model_id", "step_limit_ms", b"step_limit_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

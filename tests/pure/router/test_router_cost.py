@@ -43,6 +43,32 @@ def test_a_slow_link_stays_local_and_a_busy_decode_node_goes_remote() -> None:
     assert predict(busy, Work(0, 2048, SPEED), transfer(2048, 5.0)).choice is Choice.PREFILL_IS_FASTER
 
 
+def test_streams_on_d_share_its_steps_and_what_they_would_wait_counts() -> None:
+    busy = Work(0, 2048, SPEED, streams=16, step_tokens=512)
+    found = predict(busy, Work(0, 2048, SPEED), transfer(2048, 50.0))
+    assert found.alone_s == pytest.approx((2048 + 4 * 16) / SPEED)
+    assert found.delay_s == pytest.approx(16 * 2048 / SPEED)
+    assert found.choice is Choice.PREFILL_IS_FASTER
+    one_stream, slower_by_half = replace(busy, streams=1), transfer(2048, 4.0)
+    found = predict(one_stream, Work(0, 2048, SPEED), slower_by_half)
+    assert found.alone_s is not None
+    assert found.together_s is not None
+    assert found.alone_s < found.together_s, "alone would be the earlier first token"
+    assert found.remote, "but the stream on D would wait for it"
+    far = transfer(2048, 0.00125)
+    assert not predict(busy, Work(0, 2048, SPEED), far).remote, "at 10 Mbit/s nothing makes up for the wire"
+
+
+def test_prompts_queued_on_p_count_as_tokens_and_nothing_else() -> None:
+    candidates = [node("d", Role.DECODE), node("p", Role.PREFILL, sequences=50)]
+    found = place(len(PROMPT), 10, CHAIN, candidates, PrefixMemory())
+    assert isinstance(found, Placement)
+    assert found.prediction is not None
+    idle = place(len(PROMPT), 10, CHAIN, [candidates[0], node("p", Role.PREFILL)], PrefixMemory())
+    assert isinstance(idle, Placement)
+    assert idle.prediction == found.prediction
+
+
 def test_what_has_not_been_measured_is_tried() -> None:
     unmeasured = Work(0, 2048, 0.0)
     assert predict(unmeasured, unmeasured, transfer(2048, 1.0)).choice is Choice.UNMEASURED
@@ -70,16 +96,16 @@ def test_more_work_on_a_side_never_makes_it_win(
     assert before.alone_s is not None
     assert before.together_s is not None
     if before.choice is Choice.PREFILL_IS_FASTER:
-        assert predict(replace(decode, ahead_tokens=decode_ahead + more), prefill, wire).remote
+        assert predict(replace(decode, queued_tokens=decode_ahead + more), prefill, wire).remote
     else:
-        slower = replace(prefill, ahead_tokens=prefill_ahead + more)
+        slower = replace(prefill, queued_tokens=prefill_ahead + more)
         assert predict(decode, slower, wire).choice is Choice.DECODE_IS_FASTER
 
 
 def node(name: str, role: Role, **changes: object) -> Candidate:
     key = NodeKey(NodeId(name), Incarnation(1))
     lanes = {NodeId("p"): 5e9} if role is Role.DECODE else {}
-    found = Candidate(key, role, None, "same", 8192, 0, 0, SPEED, TOKEN_BYTES, lanes)
+    found = Candidate(key, role, None, "same", 8192, 0, 0, SPEED, TOKEN_BYTES, lanes=lanes)
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
