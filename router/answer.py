@@ -1,7 +1,8 @@
 """One answer on its way to its client: what the dispatcher delivers, as text, to whoever reads.
 
 The reader gets everything that has come since it last asked in one `Piece`, so a slow client costs no queue of messages; what is
-held is bounded by the answer's max_tokens.
+held is bounded by the answer's max_tokens. A reader may also have the pieces of the middle of an answer pushed: they are written
+as they come, without a turn of the event loop in between, and `next` is left with the beginning, the end, and what was not taken.
 
 Must not know: nodes, HTTP, gRPC.
 """
@@ -11,16 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from decant_proto.v1 import types_pb2
 
 from router.generation import Generation, Refusal
 from router.journey import Ending, PositionedToken
-from router.text import AnswerText, Decode
-
-_CONTEXT_TOKENS = 6
-"""Tokens of the prompt before the answer that may decide how its first token is written."""
+from router.text import AnswerText, AnyDetokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +37,22 @@ class Piece:
         return self.finish_reason is not None or self.failure is not None
 
 
+class Push(Protocol):
+    """Where pieces are written as they come. Neither method waits."""
+
+    def ready(self) -> bool:
+        """Whether the client reads what is written; while it does not, pieces wait for `next`."""
+
+    def take(self, piece: Piece) -> None: ...
+
+
 class AnswerStream:
     """Read with `next` until a piece is `last`; `close` in any case."""
 
     def __init__(
         self,
         generation: Generation,
-        decode: Decode,
+        detokenizer: AnyDetokenizer,
         stop_found: Callable[[], None],
         client_left: Callable[[], None],
     ) -> None:
@@ -56,8 +63,7 @@ class AnswerStream:
         """Prompt tokens whose KV was cached on the decode node; None before the first token."""
         self.finish_reason: str | None = None
         self._text = AnswerText(
-            decode,
-            generation.prompt[-_CONTEXT_TOKENS:],
+            detokenizer,
             sampling.stop,
             sampling.min_tokens,
             include_stop=sampling.include_stop,
@@ -68,6 +74,10 @@ class AnswerStream:
         self._ending: Ending | None = None
         self._failure: Refusal | None = None
         self._wake: asyncio.Future[None] | None = None
+        self.push: Push | None = None
+        """Set by the reader when it has written its first piece."""
+        self._last: Piece | None = None
+        """The last piece, where it was found before it was asked for: a stop string ended the answer."""
         self._closed = False
 
     # --- the dispatcher's side
@@ -75,6 +85,19 @@ class AnswerStream:
     def deliver(self, tokens: Sequence[PositionedToken]) -> None:
         self._tokens.extend(cast("Sequence[types_pb2.Token]", tokens))
         self._awaken()
+
+    def deliver_one(self, tokens: Sequence[PositionedToken]) -> None:
+        """The next token of an answer that goes on. Pushed only while the reader waits in `next`: it has written all it had."""
+        push, waiting = self.push, self._wake
+        if push is None or waiting is None or waiting.done() or not push.ready():
+            self.deliver(tokens)
+            return
+        piece = self._piece(cast("Sequence[types_pb2.Token]", tokens))
+        if piece.last:
+            self._last = piece
+            self._awaken()
+        else:
+            push.take(piece)
 
     def finish(self, ending: Ending) -> None:
         self._ending = ending
@@ -90,12 +113,14 @@ class AnswerStream:
 
     async def next(self) -> Piece:
         """Waits for something new. At most one reader; not again after the last piece."""
-        if not self._tokens and self._ending is None and self._failure is None:
+        if not self._tokens and self._ending is None and self._failure is None and self._last is None:
             self._wake = asyncio.get_running_loop().create_future()
             try:
                 await self._wake
             finally:
                 self._wake = None
+        if self._last is not None:
+            return self._last
         tokens, self._tokens = self._tokens, []
         return self._piece(tokens)
 
@@ -105,7 +130,7 @@ class AnswerStream:
             self._closed = True
             self._client_left()
 
-    def _piece(self, tokens: list[types_pb2.Token]) -> Piece:
+    def _piece(self, tokens: Sequence[types_pb2.Token]) -> Piece:
         texts = []
         # The token that ends an answer is counted, but written only if it was asked for.
         unwritten = len(tokens) - 1 if self._ending is Ending.STOP and not self.generation.sampling.include_stop else -1

@@ -55,6 +55,8 @@ PATIENCE_S = 5.0
 """A request that has shown nothing yet waits so long for a decode node."""
 FAILOVER_PATIENCE_S = 30.0
 """A stream that has begun waits so long for another one."""
+CONTEXT_TOKENS = 6
+"""Tokens of the prompt before the answer that may decide how its first token is written."""
 _HOPELESS = frozenset({"context_too_short", "deadline_unmeetable"})
 _OVER = (State.FINISHED, State.FAILED, State.CANCELLED)
 
@@ -97,10 +99,11 @@ class Ongoing:
         self.generation = generation
         self.first_token_seen = False
         self.journey = Journey(RequestId(generation.request_id), len(generation.prompt), generation.sampling.max_tokens)
-        text = around.text
-        decode = text.decode if generation.sampling.skip_special_tokens else text.decode_all
+        detokenizer = around.text.detokenizer(
+            generation.prompt[-CONTEXT_TOKENS:], skip_special_tokens=generation.sampling.skip_special_tokens
+        )
         self.stream = AnswerStream(
-            generation, decode, lambda: self.handle(StopStringFound()), lambda: self.handle(ClientLeft())
+            generation, detokenizer, lambda: self.handle(StopStringFound()), lambda: self.handle(ClientLeft())
         )
         self._around = around
         self._books = books
@@ -138,7 +141,7 @@ class Ongoing:
                 self._metrics.inter_token_latency_seconds.observe(now_s - self._last_token_s)
                 self._metrics.generation_tokens_total.inc()
                 self._last_token_s = now_s
-                self.stream.deliver(tokens)
+                self.stream.deliver_one(tokens)
                 return
         if output.HasField("prompt_account") and self.stream.cached_tokens is None:
             self.stream.cached_tokens = min(output.prompt_account.cached, len(self.generation.prompt))
@@ -215,8 +218,8 @@ class Ongoing:
             self._books.without_node(self)
             self._place_again = self._loop.call_later(effect.after_s, self.find_place)
             return
-        placed = self._beside_leader(effect.avoid)
-        placed = placed or self._fleet.place(
+        placed: Placement | NoPlacement
+        placed = self._beside_leader(effect.avoid) or self._fleet.place(
             self.journey.next_position, self._missing_tokens, self._chain, effect.avoid
         )
         if isinstance(placed, Placement) and not self.first_token_seen and self._too_late(placed.expected_s):

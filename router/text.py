@@ -7,7 +7,8 @@ Must not know: requests, nodes, HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Callable, Mapping, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 """Text of token ids, special tokens skipped; bytes that are no UTF-8 become U+FFFD."""
@@ -66,6 +67,27 @@ class Detokenizer:
         piece = text[self._given :]
         self._given = max(self._given, len(text))
         return piece
+
+
+class ByteDetokenizer:
+    """The same for tokenizers whose text is the bytes of all tokens (byte-level BPE): nothing is decoded twice."""
+
+    __slots__ = ("_bytes_of", "_decode")
+
+    def __init__(self, bytes_of: Mapping[int, bytes], context: Sequence[int] = ()) -> None:
+        """`bytes_of`: what each token writes."""
+        self._bytes_of = bytes_of
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decode(b"".join(bytes_of[token_id] for token_id in context))
+
+    def add(self, token_id: int) -> str:
+        return self._decode(self._bytes_of[token_id])
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+AnyDetokenizer = Detokenizer | ByteDetokenizer
 
 
 class StopStrings:
@@ -130,14 +152,13 @@ class AnswerText:
 
     def __init__(
         self,
-        decode: Decode,
-        context: Sequence[int],
+        detokenizer: AnyDetokenizer,
         stops: Sequence[str],
         min_tokens: int = 0,
         *,
         include_stop: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(decode, context)
+        self._detokenizer = detokenizer
         self._stops = StopStrings(stops, include=include_stop)
         self._min_tokens = min_tokens
         self._tokens = 0

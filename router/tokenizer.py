@@ -8,7 +8,7 @@ Must not know: requests, nodes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from foundation.errors import ConfigurationError
 from router.generation import SamplingDefaults
+from router.text import AnyDetokenizer, ByteDetokenizer, Detokenizer
 
 SETTING = "--model"
 TEMPLATE_SETTING = "--chat-template"
@@ -53,8 +54,6 @@ class ModelText:
         """Raises jinja2.TemplateSyntaxError when the template is none. `context_limit` and `vocabulary_size`: the model's own,
         where it names them; `fingerprint`: of tokenizer.json, as nodes give it in theirs."""
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-        """Of single tokens, as far as they have been asked for: at most the vocabulary."""
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = _environment().from_string(chat_template) if chat_template is not None else None
         self._template_words = _words_of(chat_template) if chat_template is not None else frozenset()
@@ -64,6 +63,10 @@ class ModelText:
         self.fingerprint = fingerprint
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         self._bytes_of_symbols = _byte_level_alphabet() if decoder.get("type") == "ByteLevel" else None
+        self._bytes = _TokenBytes(lambda token_id: bytes(self.token_bytes(token_id)))
+        self._bytes_without_special = _TokenBytes(
+            lambda token_id: self._bytes[token_id] if self.decode([token_id]) else b""
+        )
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: Path | None = None) -> ModelText:
@@ -103,16 +106,14 @@ class ModelText:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Special tokens skipped; bytes that are no UTF-8 become U+FFFD."""
-        if len(token_ids) == 1:  # half of all calls: what a stream's last token was by itself
-            return self._text_of_one(token_ids[0])
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
-    def _text_of_one(self, token_id: int) -> str:
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._tokenizer.decode((token_id,), skip_special_tokens=True)
-        return text
+    def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> AnyDetokenizer:
+        """Of one answer; `context`: the last few tokens of its prompt."""
+        if self._bytes_of_symbols is None:
+            return Detokenizer(self.decode if skip_special_tokens else self.decode_all, context)
+        return ByteDetokenizer(self._bytes_without_special if skip_special_tokens else self._bytes, context)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Special tokens written out, as in lists of log probabilities."""
@@ -160,6 +161,18 @@ def _words_of(template: str) -> frozenset[str]:
     fields = {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
     constants = {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
     return frozenset(names | fields | constants)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """What tokens write, as far as they have been asked for: at most the vocabulary."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._bytes_of(token_id)
+        return found
 
 
 def _byte_level_alphabet() -> dict[str, int]:

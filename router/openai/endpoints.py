@@ -40,6 +40,7 @@ from router.openai.bodies import (
     template_variables,
 )
 from router.openai.errors import error_event, error_response
+from router.openai.event_writer import push_rest
 from router.openai.reading import read_body
 from router.request_trace import Caller, Operation
 from router.tool_calls import PARSERS
@@ -184,7 +185,10 @@ def correlation_id(request: web.Request) -> str:
 
 
 async def _whole(request: web.Request, answer: Answer, streams: Sequence[AnswerStream]) -> web.StreamResponse:
-    lasts = await asyncio.gather(*(_read_whole(answer, index, stream) for index, stream in enumerate(streams)))
+    if len(streams) == 1:  # by far the most requests: no task of its own
+        lasts = [await _read_whole(answer, 0, streams[0])]
+    else:
+        lasts = await asyncio.gather(*(_read_whole(answer, index, stream) for index, stream in enumerate(streams)))
     for last in lasts:
         if last.failure is not None:
             return error_response(last.failure)
@@ -214,9 +218,12 @@ async def _stream(
                 return response
             chunk = answer.chunk(index, piece, answer.usage() if body.usage_in_every_chunk else None)
             if chunk:
-                if not response.prepared:
-                    await response.prepare(request)
+                if response.prepared:
+                    await response.write(chunk)
+                    continue
+                await response.prepare(request)
                 await response.write(chunk)
+                push_rest(request, answer, streams, usage=body.usage_in_every_chunk)
     if body.usage_in_stream:
         await response.write(answer.usage_chunk())
     await response.write(DONE)

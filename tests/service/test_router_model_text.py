@@ -31,7 +31,7 @@ def text(default_model: Path) -> ModelText:
 @pytest.mark.model
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_the_pieces_of_real_text_join_to_it(text: ModelText, sentence: str) -> None:
-    answer = AnswerText(text.decode, text.encode("A prompt:"), ())
+    answer = AnswerText(text.detokenizer(text.encode("A prompt:")), ())
     pieces = [answer.add(token_id) for token_id in text.encode(sentence)]
     assert "".join([*pieces, answer.finish()]) == sentence
     assert not any("�" in piece for piece in pieces)
@@ -42,7 +42,7 @@ def test_any_tokens_of_the_model_join_to_the_text_of_all(text: ModelText) -> Non
     draw = random.Random(7)
     for _ in range(200):
         token_ids = [draw.randrange(text.vocabulary_size) for _ in range(draw.randrange(1, 60))]
-        answer = AnswerText(text.decode, (), ())
+        answer = AnswerText(text.detokenizer(()), ())
         assert "".join([*(answer.add(token_id) for token_id in token_ids), answer.finish()]) == text.decode(token_ids)
 
 

@@ -26,6 +26,7 @@ from router.answer import Piece
 from router.dispatch import Dispatcher, Limits
 from router.fleet import Fleet
 from router.generation import Generation, RequestRefused, Sampling
+from router.text import AnyDetokenizer, Detokenizer
 
 DEADLINE_S = 120.0
 METRICS = RouterMetrics()
@@ -60,7 +61,8 @@ class PlainText:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("A") + token) for token in token_ids)
 
-    decode_all = decode
+    def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> AnyDetokenizer:
+        return Detokenizer(self.decode, context)
 
 
 def draw_wishes(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text import AnswerText, Detokenizer, StopStrings
+from router.text import AnswerText, AnyDetokenizer, ByteDetokenizer, Detokenizer, StopStrings
 
 SPECIAL = 256
 
@@ -23,7 +23,7 @@ def decode_with_leading_space(token_ids: Sequence[int]) -> str:
     return " ".join(f"w{token_id}" for token_id in token_ids if token_id != SPECIAL)
 
 
-def pieces_of(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
+def pieces_of(detokenizer: AnyDetokenizer, token_ids: Sequence[int]) -> list[str]:
     return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()]
 
 
@@ -39,6 +39,22 @@ def test_text_comes_out_whole_and_no_piece_holds_half_a_character(text: str) -> 
 @given(st.lists(st.integers(0, SPECIAL), max_size=200))
 def test_any_tokens_join_to_the_text_of_all_tokens(token_ids: list[int]) -> None:
     assert "".join(pieces_of(Detokenizer(decode), token_ids)) == decode(token_ids)
+
+
+BYTES = {token_id: bytes([token_id]) for token_id in range(SPECIAL)} | {SPECIAL: b""}
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, SPECIAL), max_size=200))
+def test_bytes_one_after_another_give_the_text_of_all_tokens(token_ids: list[int]) -> None:
+    pieces = pieces_of(ByteDetokenizer(BYTES), token_ids)
+    assert "".join(pieces) == decode(token_ids)
+    assert not any(piece.endswith("�") for piece in pieces[:-1]) or "�" in decode(token_ids)
+
+
+def test_bytes_of_a_character_that_the_prompt_began_complete_it() -> None:
+    fox = "🦊".encode()
+    assert pieces_of(ByteDetokenizer(BYTES, context=fox[:2]), fox[2:]) == ["", "🦊", ""]
 
 
 def test_a_character_of_four_bytes_comes_with_its_last_byte() -> None:
@@ -96,12 +112,12 @@ def test_the_text_before_a_stop_string_that_spans_pieces_is_all_that_is_shown() 
 
 
 def test_held_back_text_is_shown_at_the_end() -> None:
-    answer = AnswerText(decode, (), ["xyz"])
+    answer = AnswerText(Detokenizer(decode), ["xyz"])
     assert "".join(answer.add(byte) for byte in b"abxy") == "ab"
     assert answer.finish() == "xy"
 
 
 def test_a_stop_string_counts_only_after_min_tokens() -> None:
-    answer = AnswerText(decode, (), ["b"], min_tokens=3)
+    answer = AnswerText(Detokenizer(decode), ["b"], min_tokens=3)
     assert "".join(answer.add(byte) for byte in b"abcab") == "abca"
     assert answer.stop_found == "b"
