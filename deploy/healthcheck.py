@@ -1,5 +1,5 @@
 #!/usr/bin/python3 -ISs
-"""`healthcheck http://127.0.0.1:7102/health`: exit code 0 when the answer is 200, else 1 with the answer's body, which names the reasons.
+"""`healthcheck http://127.0.0.1:7102/health`: exit code 0 when the answer is 200, else 1; it prints the body, which says why.
 
 For containers, where no curl is. With https:// the certificate is not checked: this asks the process beside it.
 """

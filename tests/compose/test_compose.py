@@ -1,0 +1,489 @@
+"""`docker compose up` on an engine without images, and what operators and accidents do to it while clients ask without a pause.
+
+The tests share one project and run in order: ready, asked, harmed, rolled over, taken down. From `load` on, streams of questions
+never stop; each harm proves that it took effect, and no client may see an error or a token other than the unharmed one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc.aio
+import openai
+import pytest
+import pytest_asyncio
+from chaos_load import Load, draw_questions
+from chaos_models import ServedModel, served_model
+from compose_engine import Engine
+from compose_images import NODE, ROUTER, Built
+from compose_project import Project, body_of, condition, process_state, processors, usable
+from decant_proto.v1 import inference_pb2, inference_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pd_nodes import free_ports
+from references import all_references, near_tie_or_none
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.model,
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+READY_LIMIT_S = 90.0
+ROUTER_READY_LIMIT_S = 3.0
+ROUTER_IMAGE_LIMIT_BYTES = 200 * 10**6
+WHOLE_LIMIT_S = 120.0
+SILENCE_LIMIT_S = 2.0
+REGISTRY_LEASE_S = 6.0
+QUESTIONS, STREAMS, ANSWERS_AFTERWARDS = 12, 4, 6
+PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+NODES = {*PREFILL, *DECODE}
+FAULTS = "tests/compose/faults.yml"
+ANSWER_LIMIT_S = 120.0
+
+
+class Deployed(Project):
+    """The project with its two routers as clients see them."""
+
+    def __init__(self, engine: Engine) -> None:
+        http, grpc_port, http_1, grpc_1 = free_ports(4)
+        self.http = {"router": f"http://127.0.0.1:{http}", "router-1": f"http://127.0.0.1:{http_1}"}
+        self.grpc = {"router": f"127.0.0.1:{grpc_port}", "router-1": f"127.0.0.1:{grpc_1}"}
+        ports = {"HTTP_PORT": http, "GRPC_PORT": grpc_port, "HTTP_PORT_1": http_1, "GRPC_PORT_1": grpc_1}
+        environment = {name: str(port) for name, port in ports.items()}
+        environment |= {"COMPOSE_PROFILES": "cpu,two-routers", "DTYPE": "float32", "KV_CACHE_MEMORY": "192MiB"}
+        super().__init__(engine, "decant", ("docker-compose.yml", "tests/compose/small.yml"), environment)
+
+    async def usable(self, router: str = "router") -> set[str]:
+        return usable(await asyncio.to_thread(body_of, f"{self.http[router]}/health"))
+
+    async def whole(self, limit_s: float = WHOLE_LIMIT_S) -> float:
+        """Seconds until both routers give work to every node."""
+
+        async def all_usable() -> bool:
+            return await self.usable() == NODES and await self.usable("router-1") == NODES
+
+        return await condition(all_usable, limit_s, self.story)
+
+    def story(self) -> str:
+        tails = (f"--- {one}\n{self.logs(one, 15)}" for one in ("router", *sorted(NODES)))
+        return "both routers give work to every node\n" + "\n".join(tails)
+
+    def channel(self, router: str) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.grpc[router], options=(("grpc.enable_http_proxy", 0),))
+
+
+@pytest.fixture(scope="module")
+def deployed(engine: Engine, built: Built) -> Iterator[Deployed]:
+    project = Deployed(engine)
+    try:
+        yield project
+    finally:
+        project.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", check=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return served_model("real", tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def load(deployed: Deployed, model: ServedModel) -> AsyncIterator[Load]:
+    """Questions through the first router that never stop; their unharmed answers are known."""
+    async with deployed.channel("router") as channel:
+        asked = Load(model, channel, draw_questions(model, QUESTIONS, random.Random(7)), 7)
+        await asked.learn()
+        asked.start(STREAMS)
+        yield asked
+        await asked.stop()
+
+
+async def all_is_well(load: Load) -> None:
+    """Some questions that are asked from now on are answered, and no answer since the beginning was wrong or missing."""
+    since = time.time()
+
+    async def answered() -> bool:
+        return sum(answer.begun > since for answer in load.verdict.answers) >= ANSWERS_AFTERWARDS
+
+    await condition(answered, WHOLE_LIMIT_S, lambda: f"answers; errors so far: {load.verdict.errors}")
+    assert load.verdict.errors == []
+    assert load.verdict.wrong == []
+
+
+def tell(line: str) -> None:
+    print(f"\ncompose: {line}", flush=True)  # noqa: T201 - figures for the log
+
+
+async def test_images_are_built_and_a_routers_is_small(engine: Engine, built: Built) -> None:
+    sizes = {name: engine.image_bytes(name) for name in (ROUTER, NODE)}
+    told = ", ".join(f"{name} {size / 10**6:.0f} MB" for name, size in sizes.items())
+    tell(f"{told}; built in {built.base_s:.0f} (bases) + {built.router_s:.0f} + {built.node_s:.0f} s")
+    assert sizes[ROUTER] < ROUTER_IMAGE_LIMIT_BYTES
+    packages = engine.docker("run", "--rm", "--entrypoint", "ls", ROUTER, "/opt/venv/lib/python3.11/site-packages")
+    assert not {"torch", "ucxx", "libucx", "numpy", "transformers"} & set(packages.split())
+
+
+async def test_everything_is_ready_within_90_s_on_an_engine_that_has_only_the_images(deployed: Deployed) -> None:
+    begun = time.monotonic()
+    deployed.compose("up", "--detach", "--no-build")
+    await deployed.whole()
+    seconds = time.monotonic() - begun
+    tell(f"ready {seconds:.0f} s after `up`, the model's conversion included")
+    assert seconds < READY_LIMIT_S
+
+
+async def test_a_router_that_is_started_again_is_ready_within_3_s(deployed: Deployed) -> None:
+    container = deployed.container("router-1")
+    await asyncio.to_thread(deployed.engine.docker, "stop", container)
+    begun = time.monotonic()
+    await asyncio.to_thread(deployed.engine.docker, "start", container)
+
+    async def ready() -> bool:
+        body = await asyncio.to_thread(body_of, f"{deployed.http['router-1']}/health")
+        return bool(body) and json.loads(body)["status"] == "ready"
+
+    await condition(ready, WHOLE_LIMIT_S, "router-1 is ready")
+    seconds = time.monotonic() - begun
+    tell(f"a router is ready {seconds:.1f} s after `docker start`")
+    await deployed.whole()
+    assert seconds < ROUTER_READY_LIMIT_S
+
+
+async def test_every_container_is_bounded_unprivileged_and_healthy(deployed: Deployed) -> None:
+    for service in ("router", "router-1", *sorted(NODES), "redis"):
+        facts = deployed.engine.inspect(deployed.container(service))
+        host = facts["HostConfig"]
+        assert host["ReadonlyRootfs"], service
+        assert host["Init"], service
+        assert host["CapDrop"] == ["ALL"], service
+        assert "no-new-privileges:true" in host["SecurityOpt"], service
+        assert host["Memory"] > 0, service
+        assert 0 < host["NanoCpus"] / 1e9 <= processors(), service
+        assert facts["Config"]["User"] not in ("", "root", "0"), service
+
+        async def healthy(service: str = service) -> bool:
+            return bool(deployed.state(service)["Health"]["Status"] == "healthy")
+
+        await condition(healthy, 60, f"{service} is healthy")
+
+
+async def test_no_key_is_in_a_containers_description_its_command_line_or_its_log(deployed: Deployed) -> None:
+    key = deployed.engine.docker("exec", deployed.container("router"), "cat", "/etc/decant/keys/master.key").split()[2]
+    for service in ("router", *sorted(NODES), "keys"):
+        container = deployed.container(service)
+        assert key not in deployed.engine.docker("inspect", container)
+        assert key not in deployed.logs(service, 100_000)
+    for service in ("router", *sorted(NODES)):
+        process = Path(f"/proc/{deployed.process(service)}")
+        assert key.encode() not in process.joinpath("cmdline").read_bytes()
+        assert key.encode() not in process.joinpath("environ").read_bytes()
+    for image in (ROUTER, NODE):
+        assert key not in deployed.engine.docker("history", "--no-trunc", image)
+    for service in DECODE:
+        mounts = deployed.engine.inspect(deployed.container(service))["Mounts"]
+        assert not any(mount["Destination"].startswith("/etc/decant/keys") for mount in mounts)
+
+
+async def test_it_answers_over_http(deployed: Deployed) -> None:
+    reference = next(one for one in all_references() if one.name == "chat-08")
+    client = openai.AsyncOpenAI(base_url=f"{deployed.http['router']}/v1", api_key="none")
+    name = (await client.models.list()).data[0].id
+    assert name == "SmolLM2-135M-Instruct"
+    assert reference.text is not None
+    asked = {"model": name, "temperature": 0.0, "max_tokens": 32}
+    messages = [{"role": "user", "content": reference.text}]
+    whole = await client.chat.completions.create(messages=messages, **asked)  # type: ignore[call-overload]
+    assert whole.choices[0].message.content == reference.output_text
+    parts = await client.chat.completions.create(messages=messages, stream=True, **asked)  # type: ignore[call-overload]
+    text = "".join([part.choices[0].delta.content or "" async for part in parts if part.choices])
+    assert text == reference.output_text
+    await client.close()
+
+
+async def test_it_answers_over_grpc_with_the_references_tokens_and_says_that_it_is_well(deployed: Deployed) -> None:
+    for router in ("router", "router-1"):
+        async with deployed.channel(router) as channel:
+            stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+            for reference in [one for one in all_references() if one.name in ("plain-02", "exact-48-09")]:
+                request = inference_pb2.GenerateRequest(
+                    token_ids=inference_pb2.TokenIds(ids=reference.prompt_ids),
+                    sampling=inference_pb2.SamplingOptions(temperature=0, max_tokens=32),
+                )
+                responses: AsyncIterable[inference_pb2.GenerateResponse] = stub.Generate(request, timeout=60)
+                near_tie_or_none([token.token_id async for one in responses for token in one.tokens], reference)
+            health = health_pb2_grpc.HealthStub(channel)
+            for service in ("liveness", "readiness"):
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_f26_every_pair_says_which_lane_it_took_and_how_fast_it_is(deployed: Deployed, load: Load) -> None:
+    lanes: set[tuple[str, str]] = set()
+
+    async def all_paired() -> bool:
+        for decode in DECODE:
+            body = await deployed.get(decode, "/metrics")
+            for line in body.splitlines():
+                if line.startswith("decant_kv_lane_gigabytes_per_second{"):
+                    assert 'lane="tcp"' in line, line
+                    lanes.update((decode, prefill) for prefill in PREFILL if f'peer="{prefill}"' in line)
+        return len(lanes) == len(PREFILL) * len(DECODE)
+
+    await condition(all_paired, WHOLE_LIMIT_S, lambda: f"all pairs have met; so far {sorted(lanes)}")
+    await all_is_well(load)
+
+
+async def test_f01_a_prefill_node_killed_in_mid_transfer_costs_nobody_anything(deployed: Deployed, load: Load) -> None:
+    failed_before = await transfers_failed(deployed)
+    await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prefill-0", also=[FAULTS])
+    process, container = deployed.process("prefill-0"), deployed.container("prefill-0")
+
+    async def stopped_in_mid_transfer() -> bool:
+        return process_state(process) == "T"
+
+    await condition(stopped_in_mid_transfer, WHOLE_LIMIT_S, lambda: f"a third parcel:\n{deployed.logs('prefill-0')}")
+    await asyncio.to_thread(deployed.engine.docker, "kill", container)
+    assert deployed.state("prefill-0")["ExitCode"] == 128 + signal.SIGKILL
+    assert process_state(process) == ""
+
+    async def noticed() -> bool:
+        return await transfers_failed(deployed) > failed_before
+
+    await condition(noticed, 30, "a decode node counts the transfer that failed")
+    await all_is_well(load)
+    await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prefill-0")
+    await deployed.whole()
+    await all_is_well(load)
+
+
+async def transfers_failed(deployed: Deployed) -> float:
+    metrics = [await deployed.metrics(decode) for decode in DECODE]
+    return sum(sum(one.nonzero("kv_transfer_failures_total").values()) for one in metrics)
+
+
+async def test_f05_f22_a_decode_node_killed_in_mid_stream_moves_its_streams_and_comes_back(
+    deployed: Deployed, load: Load
+) -> None:
+    moved_before = await streams_moved(deployed)
+
+    async def streams() -> bool:
+        return (await deployed.metrics("decode-0")).value("requests_running") >= 1
+
+    await condition(streams, WHOLE_LIMIT_S, "decode-0 streams")
+    container = deployed.container("decode-0")
+    await asyncio.to_thread(deployed.engine.docker, "kill", container)
+    assert deployed.state("decode-0")["ExitCode"] == 128 + signal.SIGKILL
+
+    async def moved() -> bool:
+        return await streams_moved(deployed) > moved_before
+
+    await condition(moved, 30, "a router moved a request")
+    await all_is_well(load)
+    await asyncio.to_thread(deployed.engine.docker, "start", container)
+    await deployed.whole()
+    await all_is_well(load)
+
+
+async def streams_moved(deployed: Deployed) -> float:
+    return (await deployed.metrics("router")).value("request_attempts_total", reason="node_lost")
+
+
+async def test_a_node_taken_off_the_network_is_missed_by_nobody_and_comes_back_under_load(
+    deployed: Deployed, load: Load
+) -> None:
+    container, network = deployed.container("decode-1"), f"{deployed.name}_inner"
+    await asyncio.to_thread(deployed.engine.docker, "network", "disconnect", "--force", network, container)
+    lost_after = await condition(lambda: refused(deployed, "decode-1"), 10, "the router refuses decode-1 work")
+    assert deployed.engine.inspect(container)["NetworkSettings"]["Networks"] == {}
+    assert deployed.state("decode-1")["Status"] == "running"
+    await all_is_well(load)
+    tell(f"a node without a network is refused work after {lost_after:.1f} s")
+    await asyncio.to_thread(deployed.engine.docker, "network", "connect", "--alias", "decode-1", network, container)
+    await deployed.whole()
+    await receives_kv(deployed, "decode-1")
+    await all_is_well(load)
+
+
+async def refused(deployed: Deployed, node: str) -> bool:
+    return node not in await deployed.usable()
+
+
+async def receives_kv(deployed: Deployed, decode: str) -> None:
+    before = (await deployed.metrics(decode)).value("kv_transfer_bytes_total")
+
+    async def more() -> bool:
+        return (await deployed.metrics(decode)).value("kv_transfer_bytes_total") > before
+
+    await condition(more, WHOLE_LIMIT_S, lambda: f"KV reaches {decode}:\n{deployed.logs(decode)}")
+
+
+async def test_f27_without_prefill_nodes_decode_nodes_serve_alone_until_they_are_back(
+    deployed: Deployed, load: Load
+) -> None:
+    before = await computed_locally(deployed)
+    containers = [deployed.container(name) for name in PREFILL]
+    await asyncio.to_thread(deployed.engine.docker, "kill", *containers)
+
+    async def alone() -> bool:
+        return await computed_locally(deployed) > before
+
+    await condition(alone, WHOLE_LIMIT_S, "a decode node computes prompts itself, and says so")
+    await all_is_well(load)
+    await asyncio.to_thread(deployed.engine.docker, "start", *containers)
+    await deployed.whole()
+    await receives_kv(deployed, "decode-0")
+    await all_is_well(load)
+
+
+async def computed_locally(deployed: Deployed) -> float:
+    metrics = [await deployed.metrics(decode) for decode in DECODE]
+    return sum(sum(one.nonzero("local_prefill_total").values()) for one in metrics)
+
+
+async def test_f16_a_node_with_other_weights_is_paired_with_nobody_and_harms_nobody(
+    deployed: Deployed, load: Load
+) -> None:
+    name = "prefill-odd"  # which is how others find it, too
+    overrides = {"DECANT_NODE_ID": name, "DECANT_ADVERTISE_ADDRESS": name, "DECANT_DTYPE": "bfloat16"}
+    given = [part for item in overrides.items() for part in ("-e", "=".join(item))]
+    await asyncio.to_thread(deployed.compose, "run", "--detach", "--no-deps", "--name", name, *given, "prefill-0")
+    try:
+
+        async def seen() -> bool:
+            return name in await asyncio.to_thread(body_of, f"{deployed.http['router']}/health")
+
+        await condition(seen, WHOLE_LIMIT_S, lambda: f"{name} is seen:\n{deployed.engine.docker('logs', name)}")
+        await all_is_well(load)
+        (network,) = deployed.engine.inspect(name)["NetworkSettings"]["Networks"].values()
+        exposition = await asyncio.to_thread(body_of, f"http://{network['IPAddress']}:7102/metrics")
+        assert "\ndecant_kv_transfer_bytes_total 0.0\n" in exposition
+    finally:
+        await asyncio.to_thread(deployed.engine.docker, "rm", "--force", name)
+    await all_is_well(load)
+
+
+async def test_f32_an_address_that_is_not_the_machines_ends_the_start_by_name(deployed: Deployed) -> None:
+    done = await asyncio.to_thread(
+        deployed.compose, "run", "--rm", "--no-deps", "-e", "DECANT_HOST=192.0.2.1", "decode-0", check=False
+    )
+    assert done.returncode == 2
+    assert "--host: 192.0.2.1 is no address of this machine" in done.stdout + done.stderr
+
+
+async def test_f23_every_node_is_restarted_in_turn_under_load(deployed: Deployed, load: Load) -> None:
+    for node in (*PREFILL, *DECODE):
+        before = deployed.state(node)["StartedAt"]
+        begun = time.monotonic()
+        await asyncio.to_thread(deployed.compose, "restart", "--timeout", "75", node)
+        stopped_s = time.monotonic() - begun
+        state = deployed.state(node)
+        assert state["StartedAt"] != before
+        drained = [line for line in deployed.logs(node, 2000).splitlines() if '"drained"' in line]
+        assert drained, f"{node} did not drain:\n{deployed.logs(node)}"
+        ready_s = await deployed.whole()
+        tell(f"{node} drained and restarted in {stopped_s:.0f} s, given work after {ready_s:.0f} s more")
+        await all_is_well(load)
+
+
+async def test_f24_redis_is_gone_for_longer_than_its_leases_and_nodes_come_back_to_it(
+    deployed: Deployed, load: Load
+) -> None:
+    lives = {node: deployed.state(node)["StartedAt"] for node in NODES}
+    await asyncio.to_thread(deployed.compose, "stop", "redis")
+    gone = time.monotonic()
+
+    async def longer_than_a_lease() -> bool:
+        return time.monotonic() - gone > REGISTRY_LEASE_S + SILENCE_LIMIT_S
+
+    await condition(longer_than_a_lease, 30, "the outage itself")
+    await all_is_well(load)
+    assert await deployed.usable() == NODES
+    await asyncio.to_thread(deployed.compose, "start", "redis")
+    redis = deployed.container("redis")
+
+    async def announced() -> bool:
+        keys = deployed.engine.docker("exec", redis, "redis-cli", "--raw", "keys", "decant:node:*").split()
+        return {key.rpartition(":")[2] for key in keys} == NODES
+
+    await condition(announced, 30, "every node has announced itself again")
+    assert {node: deployed.state(node)["StartedAt"] for node in NODES} == lives
+    await all_is_well(load)
+
+
+async def test_redis_is_restarted_under_load(deployed: Deployed, load: Load) -> None:
+    await asyncio.to_thread(deployed.compose, "restart", "redis")
+    await deployed.whole()
+    await all_is_well(load)
+
+
+async def test_one_of_two_routers_is_restarted_its_streams_end_first_and_the_others_notice_nothing(
+    deployed: Deployed, load: Load
+) -> None:
+    reference = max(all_references(), key=lambda one: (one.finish_reason == "length", len(one.output_ids)))
+    begun = asyncio.Event()
+
+    async def one_answer() -> list[int]:
+        async with deployed.channel("router-1") as channel:
+            stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+            request = inference_pb2.GenerateRequest(
+                token_ids=inference_pb2.TokenIds(ids=reference.prompt_ids),
+                sampling=inference_pb2.SamplingOptions(temperature=0, max_tokens=32),
+            )
+            tokens: list[int] = []
+            responses: AsyncIterable[inference_pb2.GenerateResponse] = stub.Generate(request, timeout=ANSWER_LIMIT_S)
+            async for response in responses:
+                tokens += [token.token_id for token in response.tokens]
+                begun.set()
+            return tokens
+
+    answers = [asyncio.create_task(one_answer()) for _ in range(3)]
+    await asyncio.wait_for(begun.wait(), ANSWER_LIMIT_S)
+    under_way = sum(not answer.done() for answer in answers)
+    assert under_way, "nothing is under way that a restart could break"
+    before = deployed.state("router-1")["StartedAt"]
+    restart = asyncio.create_task(asyncio.to_thread(deployed.compose, "restart", "--timeout", "75", "router-1"))
+    for tokens in await asyncio.gather(*answers):
+        near_tie_or_none(tokens, reference)
+    await restart
+    assert deployed.state("router-1")["StartedAt"] != before
+    await deployed.whole()
+    await all_is_well(load)
+
+
+async def test_at_the_end_nothing_is_held_and_no_answer_was_wrong(deployed: Deployed, load: Load) -> None:
+    await load.stop()
+    verdict = load.verdict
+    tell(
+        f"{len(verdict.answers)} answers under harm, {len(verdict.errors)} errors, near-ties: {verdict.near_ties or 'none'}"
+    )
+    assert verdict.errors == []
+    assert verdict.wrong == []
+    left: list[str] = []
+
+    async def at_rest() -> bool:
+        left.clear()
+        for node in sorted(NODES):
+            metrics = await deployed.metrics(node)
+            slots = {state for state in metrics.nonzero("staging_slots") if state != "free"}
+            held = metrics.blocks()["in_use"] + metrics.value("requests_running") + metrics.value("requests_waiting")
+            if slots or held:
+                left.append(f"{node}: {held} held, slots {slots}")
+        return not left
+
+    await condition(at_rest, 40, lambda: f"nothing is held; {left}")
+
+
+async def test_down_leaves_only_the_volumes_and_with_them_nothing(deployed: Deployed) -> None:
+    deployed.compose("down")
+    docker = deployed.engine.docker
+    assert docker("ps", "-aq") == ""
+    assert set(docker("network", "ls", "--format", "{{.Name}}").split()) == {"bridge", "host", "none"}
+    assert set(docker("volume", "ls", "-q").split()) == {"decant_keys", "decant_models"}
+    deployed.compose("down", "--volumes")
+    assert docker("volume", "ls", "-q") == ""

@@ -1,0 +1,196 @@
+"""deploy/compose/host-*.yml as three projects on three machines: each a Docker engine in a network namespace of its own, where
+`network_mode: host` is that machine's network. UCX carries KV between their addresses, without NAT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+from chaos_load import Load, draw_questions
+from chaos_models import ServedModel, served_model
+from chaos_network import Network, free_number
+from compose_engine import Engine
+from compose_images import Built
+from compose_project import Project, body_of, condition, usable
+from pd_nodes import Metrics
+
+from decant.default_model import cache_root, ensure_default_model
+from decant.new_key import command as new_key
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.netns,
+    pytest.mark.model,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+ROLES = ("router", "prefill", "decode")
+USER = 10001
+WHOLE_LIMIT_S = 120.0
+QUESTIONS, STREAMS, ANSWERS_AFTERWARDS = 6, 2, 4
+
+
+class Hosts:
+    """One project a machine. `projects` by role."""
+
+    def __init__(self, network: Network, engines: dict[str, Engine], key_file: Path) -> None:
+        self.network = network
+        registry = f"{network.address('router')}:9000"
+        common = {
+            "REGISTRY": registry,
+            "KEY_FILE": str(key_file),
+            "MODELS": str(cache_root()),
+            "INTERFACE": "eth0",
+            "DTYPE": "float32",
+            "KV_CACHE_MEMORY": "192MiB",
+        }
+        self.projects = {
+            role: Project(
+                engines[role],
+                "decant",
+                (f"deploy/compose/host-{role}.yml",),
+                common | {"ADDRESS": network.address(role)} | ({"REGISTRY": "embedded"} if role == "router" else {}),
+            )
+            for role in ROLES
+        }
+
+    def url(self, role: str, path: str) -> str:
+        port = 8000 if role == "router" else 7102
+        return f"http://{self.network.address(role)}:{port}{path}"
+
+    async def metrics(self, role: str) -> Metrics:
+        body = await asyncio.to_thread(body_of, self.url(role, "/metrics"))
+        assert body, f"{role} gives no metrics:\n{self.story()}"
+        return Metrics(body)
+
+    async def usable(self) -> set[str]:
+        return usable(await asyncio.to_thread(body_of, self.url("router", "/health")))
+
+    async def whole(self) -> None:
+        async def both() -> bool:
+            return len(await self.usable()) == 2
+
+        await condition(both, WHOLE_LIMIT_S, lambda: f"the router gives work to both nodes\n{self.story()}")
+
+    def sent_bytes(self, role: str) -> int:
+        """What has left the machine's one interface."""
+        command = [*self.network.command(role), "cat", "/sys/class/net/eth0/statistics/tx_bytes"]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout)
+
+    def story(self) -> str:
+        service = {"router": "router", "prefill": "node", "decode": "node"}
+        return "\n".join(f"--- {role}\n{self.projects[role].logs(service[role], 15)}" for role in ROLES)
+
+
+@pytest.fixture(scope="module")
+def hosts(engine: Engine, built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    ensure_default_model()
+    key_file = tmp_path_factory.mktemp("keys") / "decant.key"
+    assert new_key([str(key_file)], {}) == 0
+    os.chown(key_file, USER, USER)
+    with ExitStack() as stack:
+        network = stack.enter_context(Network(ROLES, free_number()))
+        engines = {}
+        for role in ROLES:
+            machine = Engine(network_namespace=network.command(role)[-1])
+            machine.take_images_of(engine)
+            engines[role] = stack.enter_context(machine)
+        found = Hosts(network, engines, key_file)
+        for project in found.projects.values():
+            stack.callback(project.compose, "down", "--volumes", "--timeout", "5", check=False)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return served_model("real", tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def load(hosts: Hosts, model: ServedModel) -> AsyncIterator[Load]:
+    address = f"{hosts.network.address('router')}:9000"
+    async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        asked = Load(model, channel, draw_questions(model, QUESTIONS, random.Random(3)), 3)
+        await asked.learn()
+        asked.start(STREAMS)
+        yield asked
+        await asked.stop()
+
+
+async def all_is_well(load: Load) -> None:
+    before = len(load.verdict.answers)
+
+    async def answered() -> bool:
+        return len(load.verdict.answers) >= before + ANSWERS_AFTERWARDS
+
+    await condition(answered, WHOLE_LIMIT_S, lambda: f"answers; errors so far: {load.verdict.errors}")
+    assert load.verdict.errors == []
+    assert load.verdict.wrong == []
+
+
+async def received(hosts: Hosts) -> float:
+    return (await hosts.metrics("decode")).value("kv_transfer_bytes_total")
+
+
+async def more_kv(hosts: Hosts) -> None:
+    before = await received(hosts)
+
+    async def more() -> bool:
+        return await received(hosts) > before
+
+    await condition(more, WHOLE_LIMIT_S, lambda: f"KV travels\n{hosts.story()}")
+
+
+async def test_three_machines_find_each_other_in_whatever_order_they_start(hosts: Hosts) -> None:
+    for role in ("decode", "prefill", "router"):
+        await asyncio.to_thread(hosts.projects[role].compose, "up", "--detach", "--no-build")
+    await hosts.whole()
+
+
+async def test_kv_travels_from_machine_to_machine_over_the_pinned_interface(hosts: Hosts, load: Load) -> None:
+    carried_before, kv_before = await asyncio.to_thread(hosts.sent_bytes, "prefill"), await received(hosts)
+    await more_kv(hosts)
+    await all_is_well(load)
+    kv = await received(hosts) - kv_before
+    assert await asyncio.to_thread(hosts.sent_bytes, "prefill") - carried_before >= kv > 0
+    exposition = await asyncio.to_thread(body_of, hosts.url("decode", "/metrics"))
+    assert 'lane="tcp"' in exposition
+
+
+async def test_f32_a_second_node_on_the_same_ports_ends_by_name(hosts: Hosts) -> None:
+    done = await asyncio.to_thread(hosts.projects["prefill"].compose, "run", "--rm", "--no-deps", "node", check=False)
+    assert done.returncode == 2
+    assert f"--control-port: {hosts.network.address('prefill')}:7100 is in use" in done.stdout + done.stderr
+
+
+async def test_f22_the_prefill_machines_node_is_killed_under_load_and_started_again(hosts: Hosts, load: Load) -> None:
+    project = hosts.projects["prefill"]
+    await more_kv(hosts)
+    await asyncio.to_thread(project.engine.docker, "kill", project.container("node"))
+    assert project.state("node")["ExitCode"] == 128 + signal.SIGKILL
+    await all_is_well(load)
+    await asyncio.to_thread(project.engine.docker, "start", project.container("node"))
+    await hosts.whole()
+    await more_kv(hosts)
+    await all_is_well(load)
+
+
+async def test_down_leaves_nothing_on_any_machine(hosts: Hosts, load: Load) -> None:
+    await load.stop()
+    assert load.verdict.errors == []
+    assert load.verdict.wrong == []
+    for project in hosts.projects.values():
+        await asyncio.to_thread(project.compose, "down", "--volumes")
+        assert project.engine.docker("ps", "-aq") == ""
+        assert project.engine.docker("volume", "ls", "-q") == ""
