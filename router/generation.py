@@ -315,7 +315,9 @@ def _checked_allowed(
 def _checked_bad_words(words: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     for word in words:
         if not 0 < len(word) <= LONGEST_BAD_WORD_TOKENS:
-            raise invalid("bad_words", f"a bad word must have 1 to {LONGEST_BAD_WORD_TOKENS} tokens, not {len(word)}")
+            raise invalid(
+                "bad_words", f"one of bad_words must have 1 to {LONGEST_BAD_WORD_TOKENS} tokens, not {len(word)}"
+            )
     return tuple(words)
 
 

@@ -171,7 +171,8 @@ class Intake:
         for word in words:
             if not word.strip() or len(word) > LONGEST_STOP_CHARACTERS:
                 raise invalid(
-                    "bad_words", f"a bad word must have 1 to {LONGEST_STOP_CHARACTERS} characters, not only spaces"
+                    "bad_words",
+                    f"one of bad_words must have 1 to {LONGEST_STOP_CHARACTERS} characters, not only spaces",
                 )
             bare = tuple(self._tokens("bad_words", word.lstrip()))
             spaced = tuple(self._tokens("bad_words", " " + word.lstrip()))

@@ -95,10 +95,13 @@ async def test_choices_wait_as_one_prompt(folder: Path) -> None:
     async with router_with(folder, node, max_waiting_tokens=2 * len(PROMPT)) as router:
         asking = asyncio.ensure_future(streamed(router, 3))
         await until(lambda: len(node.submits) == 3)
-        status, found = await router.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "n": 2})
-        assert status != 503, found
+        two = asyncio.ensure_future(router.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "n": 2}))
+        await until(lambda: len(node.submits) == 5)
+        status, found = await router.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
+        assert (status, found["error"]["code"]) == (503, "overloaded"), "two prompts wait, and no third one may"
         node.tokens_until_pause = None
         await asking
+        assert (await two)[0] == 200
 
 
 async def test_the_log_probabilities_of_each_choice_are_its_own(folder: Path) -> None:

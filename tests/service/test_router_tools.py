@@ -19,11 +19,11 @@ from router.tokenizer import ModelText
 pytestmark = pytest.mark.sockets
 
 TOOL_TEMPLATE = (
-    "{% for tool in tools or [] %}TOOL {{ tool | tojson }}\n{% endfor %}"
+    "{% for tool in tools or [] %}TOOL {{ tool | tojson }}{{ newline }}{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% for call in message.tool_calls or [] %}CALL {{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
-    "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
+    "{{ newline }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+).replace("newline", "'\n'")
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {

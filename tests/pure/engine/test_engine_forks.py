@@ -77,7 +77,7 @@ def test_nothing_is_shared_with_another_prompt_or_with_one_that_is_gone() -> Non
     world = World(replace(CONFIG, enable_prefix_caching=False))
     leader = submit_of("leader", prompt(10), max_tokens=9)
     world.add(Wish(leader))
-    world.add(Wish(replace(fork("other", leader), prompt=(*prompt(9), 22))))
+    world.add(Wish(replace(fork("other", leader), prompt=(22, *prompt(10)[1:]))))
     world.add(Wish(replace(fork("orphan", leader), fork_of=RequestKey("nobody"))))
     world.run()
     world.compare()

@@ -140,7 +140,7 @@ def follows(grammar: str, text: str) -> bool:
 
 
 def call(name: str, arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
 
 
 def test_a_forced_answer_is_calls_of_the_tools_with_sound_arguments_and_nothing_else() -> None:
