@@ -81,7 +81,7 @@ class Board:
         self._age_those_who_left({link.node_id for link in links}, now_s)
         return {
             "router": self._router(now_s),
-            "nodes": list(self._rows.values()),
+            "nodes": sorted(self._rows.values(), key=lambda row: (row["role"] != "prefill", row["node"])),
             "transfers": _transfers((link, detail) for link in links if (detail := self._detail(link, now_s))),
             "failures": self._failures(links, now_s),
         }
@@ -123,9 +123,9 @@ class Board:
             "running": 0 if lost else status.running,
             "waiting": 0 if lost else status.waiting,
             "queued_tokens": 0 if lost else status.queued_tokens,
-            "prompt_tokens_per_second": status.tokens_per_second,
-            "blocks_total": status.blocks_total,
-            "blocks_free": status.blocks_free,
+            "prompt_tokens_per_second": 0.0 if lost else status.tokens_per_second,
+            "blocks_total": 0 if lost else status.blocks_total,
+            "blocks_free": 0 if lost else status.blocks_free,
             "detail": self._detail_of(link, now_s),
         }
 
@@ -177,6 +177,9 @@ class Board:
                 "running": 0,
                 "waiting": 0,
                 "queued_tokens": 0,
+                "prompt_tokens_per_second": 0.0,
+                "blocks_total": 0,
+                "blocks_free": 0,
                 "detail": None,
             }
         oldest_first = sorted(self._gone_s, key=self._gone_s.__getitem__)

@@ -18,6 +18,8 @@ from foundation.metrics import RouterMetrics
 
 SAMPLES_KEPT = 300
 WINDOW_S = 10.0
+RATE_SAMPLES = 3
+"""A rate is that since so many samples ago: steps end in bursts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Curves:
         self._readings.append(now)
         while len(self._readings) > 2 and self._readings[1].at_s <= now_s - WINDOW_S:
             self._readings.popleft()
-        then, before = self._readings[0], self._readings[-2] if len(self._readings) > 1 else now
+        then, before = self._readings[0], self._readings[max(0, len(self._readings) - 1 - RATE_SAMPLES)]
         ttft, itl = _grown(now.ttft, then.ttft), _grown(now.itl, then.itl)
         elapsed_s = now.at_s - before.at_s
         sample = Sample(

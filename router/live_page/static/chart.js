@@ -22,36 +22,38 @@ function ceiling(largest) {
 
 /** `lines`: [{name, read(sample)}], at most two; `say(value)` writes a value with its unit. */
 export function chart(title, lines, say) {
-  const reading = element("span", { class: "reading" });
-  const keys = lines.length > 1 ? lines.map(({ name }, index) => element("span", { class: index ? "key second" : "key" }, name)) : [];
+  const keys = lines.map((_, index) => element("span", { class: index ? "key second" : "key" }));
   const svg = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": title });
   for (const height of [0, HEIGHT / 2, HEIGHT]) {
     svg.append(drawn("line", { class: "grid", x1: 0, x2: WIDTH, y1: height, y2: height }));
   }
   const area = drawn("path", { class: "area" });
   const paths = lines.map((_, index) => drawn("path", { class: index ? "line second" : "line first" }));
-  svg.append(area, ...paths.reverse());
-  paths.reverse();
-  const top = element("span", { class: "key-top quiet small" });
+  svg.append(area, ...paths);
+  const top = element("span", { class: "limit" });
   const figure = element(
     "figure",
     { class: "chart" },
-    element("figcaption", {}, element("span", {}, title), ...keys, reading),
-    svg,
-    top,
+    element("figcaption", {}, element("span", {}, title), ...keys),
+    element("div", { class: "plot" }, svg, top),
+    element("div", { class: "times", "aria-hidden": "true" }, element("span", {}, "5 min ago"), element("span", {}, "now")),
   );
 
   const show = (samples) => {
     const recent = samples.slice(-POINTS);
     const values = lines.map(({ read }) => recent.map(read));
     const limit = ceiling(Math.max(0, ...values.flat().filter((value) => value !== null)));
-    values.forEach((line, index) => paths[index].setAttribute("d", pathOf(line, limit)));
+    const words = values.map((line, index) => {
+      const last = line.at(-1) ?? null;
+      return `${lines[index].name} ${last === null ? "–" : say(last)}`.trim();
+    });
+    values.forEach((line, index) => {
+      paths[index].setAttribute("d", pathOf(line, limit));
+      write(keys[index], words[index]);
+    });
     area.setAttribute("d", lines.length === 1 ? areaOf(values[0], limit) : "");
-    const last = values.map((line) => line.at(-1) ?? null);
-    const words = last.map((value, index) => (value === null ? null : `${lines[index].name} ${say(value)}`)).filter(Boolean);
-    write(reading, words.length ? words.join(", ") : "nothing yet");
-    write(top, `scale: 0 to ${say(limit)}`);
-    mark(svg, "aria-label", `${title}: ${words.length ? `now ${words.join(", ")}` : "nothing yet"}`);
+    write(top, say(limit));
+    mark(svg, "aria-label", `${title} in the last five minutes, from 0 to ${say(limit)}; now ${words.join(", ")}`);
   };
   return [figure, show];
 }

@@ -72,7 +72,9 @@ function nodeRow() {
     mark(pill, "data-condition", node.condition);
     const reasons = node.reasons.map(words).join(", ");
     write(why, node.refusal === null ? "" : [reasons, `for ${since(node.since_s)}`].filter(Boolean).join(", "));
-    write(running, `${whole.format(node.running)} running, ${whole.format(node.waiting)} waiting`);
+    const gone = node.refusal === "node_lost" || node.refusal === "node_gone";
+    const requests = node.role === "decode" ? `${many(node.attempts, "request")}: ` : "";
+    write(running, gone ? "–" : `${requests}${whole.format(node.running)} running, ${whole.format(node.waiting)} waiting`);
     const details = [];
     if (node.queued_tokens) details.push(`${whole.format(node.queued_tokens)} prompt tokens queued`);
     if (node.prompt_tokens_per_second) details.push(`${whole.format(node.prompt_tokens_per_second)} prompt tokens/s`);

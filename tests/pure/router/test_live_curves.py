@@ -50,7 +50,7 @@ def test_nothing_within_the_window_is_a_gap() -> None:
     assert sample.tokens_per_second == 0
 
 
-def test_tokens_a_second_are_those_since_the_sample_before() -> None:
+def test_tokens_a_second_are_those_of_the_last_samples() -> None:
     metrics = RouterMetrics()
     curves = Curves(metrics)
     metrics.generation_tokens_total.inc(1000)
