@@ -60,8 +60,9 @@ def new_pool(value: int) -> KvPool:
     return KvPool(LAYOUT, (np.full(shape, value, np.uint8),), np.full(2 * BLOCKS, OWNER, np.uint64))
 
 
-def strewn_blocks(seed: int) -> list[BlockId]:
-    return [BlockId(int(block)) for block in np.random.default_rng(seed).permutation(2 * BLOCKS)[:BLOCKS]]
+def strewn_blocks(seed: int, count: int = BLOCKS) -> list[BlockId]:
+    """Half of a pool of 2 x `count` blocks."""
+    return [BlockId(int(block)) for block in np.random.default_rng(seed).permutation(2 * count)[:count]]
 
 
 def no_progress() -> EngineProgress:
@@ -104,16 +105,19 @@ class CopyClock:
 
 
 class ReadyPrefill:
-    """P's engine: everything is computed before anybody asks."""
+    """P's engine: everything is computed before anybody asks, in blocks strewn over its pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: int = POSITIONS) -> None:
         self.driver: PrefillDriver | None = None
         self.offered_s = 0.0
+        self._positions = positions
+        self._blocks = strewn_blocks(1, positions // LAYOUT.block_size)
 
     def prefill(self, request: PrefillRequest) -> None:
         assert self.driver is not None
         self.offered_s = time.monotonic()
-        self.driver.reserved(request.transfer, strewn_blocks(1), [OWNER] * BLOCKS, POSITIONS, POSITIONS)
+        owners = [OWNER] * len(self._blocks)
+        self.driver.reserved(request.transfer, self._blocks, owners, self._positions, self._positions)
         self.driver.first_token(request.transfer, [SettledToken(7)])
 
     def released(self, transfer: TransferId, reason: str) -> None: ...
@@ -122,13 +126,14 @@ class ReadyPrefill:
 class EmptyDecode:
     """D's engine: it has room for everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: int = POSITIONS) -> None:
         self.driver: DecodeDriver | None = None
+        self._blocks = strewn_blocks(2, positions // LAYOUT.block_size)
         self.over: asyncio.Future[tuple[float, str]] = asyncio.get_running_loop().create_future()
 
     def reserve(self, transfer: TransferId, end_position: int) -> None:
         assert self.driver is not None
-        self.driver.reserved(transfer, strewn_blocks(2), 0, end_position)
+        self.driver.reserved(transfer, self._blocks, 0, end_position)
 
     def first_token(self, transfer: TransferId, token: SettledToken | None) -> None: ...
 

@@ -71,6 +71,12 @@ def _new_key(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return command(arguments, environment)
 
 
+def _bench(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant.bench_graphs import command
+
+    return command(arguments, environment)
+
+
 COMMANDS: dict[str, tuple[Command, str]] = {
     "up": (_up, "serve a model on this machine: router, prefill node and decode node"),
     "prefill": (_prefill, "run a prefill node"),
@@ -78,6 +84,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "router": (_router, "run a router: OpenAI and gRPC front door"),
     "new-key": (_new_key, "draw a master key into a file, unless one is there"),
     "doctor": (_doctor, "check libraries, UCX lanes, ports, memory limits and the model"),
+    "bench": (_bench, "bench graphs: what CUDA graphs give on this GPU for a model, and why"),
     "complete": (_complete, "continue a text"),
     "chat": (_chat, "talk to the model"),
     "why": (_why, "say what a request waits for, on whom, and since when"),

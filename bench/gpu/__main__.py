@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,12 +20,14 @@ from typing import Any
 
 import torch
 
-from bench.gpu import hand_over, measure, parts, steps
+from bench.gpu import hand_over, landing, measure, parts, replay, steps
+from bench.serving.link import ratios_of_link
 from engine.build_device import DeviceEngineParts
 from foundation.kv_layout import HeadOrder
 
 HEAD_ORDER: HeadOrder = "HND"
 LAYER_GROUP = 32
+SERVING_SECTIONS = ("link", "hand_over", "landing")
 
 
 class Run:
@@ -53,6 +56,16 @@ class Run:
             for line in self._parts.report:
                 self.report(line)
         return self._parts
+
+    def serving(self) -> dict[str, Any]:
+        """A router, a prefill and a decode node that share this GPU: hand-over while nothing else runs on it."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "serving.json"
+            command = [sys.executable, "-m", "bench.serving", "--out", str(out), "--minutes", "3"]
+            command += ["--prefill-devices", "cuda:0", "--decode-devices", "cuda:0", "--", *SERVING_SECTIONS]
+            subprocess.run(command, check=False, timeout=240)
+            found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
     def ceilings(self) -> dict[str, float]:
         return {
@@ -125,12 +138,27 @@ class Run:
     def mixed(self) -> dict[str, float]:
         return self._told("mixed 64 + 512", steps.mixed(self.engine(), 64, 2048, 512))
 
+    def replay(self) -> dict[str, float]:
+        """300 mixed steps in the modes that are chosen, against each mode forced."""
+        return self._told("replay", replay.replay(self.engine()))
+
+    def landing(self) -> dict[str, Any]:
+        """Decode beside KV that lands at 50 GB/s, prefill beside gathers."""
+        engine = self.engine()
+        return {
+            "decode": self._told(
+                "landing", landing.decode_beside_landing(engine, HEAD_ORDER, LAYER_GROUP, 64, 2048, 50.0)
+            ),
+            "prefill": self._told("gathers", landing.prefill_beside_gathers(engine, HEAD_ORDER, LAYER_GROUP)),
+        }
+
     def _told(self, name: str, figures: dict[str, float]) -> dict[str, float]:
         self.report(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
         return figures
 
 
 FIGURES: tuple[Callable[[Run], Any], ...] = (
+    Run.serving,  # before an engine takes the memory
     Run.ceilings,
     Run.layouts,
     Run.attention,
@@ -142,6 +170,8 @@ FIGURES: tuple[Callable[[Run], Any], ...] = (
     Run.decode_more,
     Run.prefill_more,
     Run.mixed,
+    Run.replay,
+    Run.landing,
     Run.profile_prefill,
     Run.host,
 )
@@ -156,6 +186,24 @@ def summary(figures: dict[str, Any]) -> dict[str, Any]:
         short["gpu_idle_share"] = {name: case["gpu_idle_share"] for name, case in decode.items()}
     if isinstance(prefill, dict):
         short["prefill_ms"] = {name: case["ms"] for name, case in prefill.items()}
+    if isinstance(landing := figures.get("landing"), dict):
+        short["itl_under_landing"] = {name: landing["decode"][name] for name in ("p50", "p99")}
+        short["prefill_under_gathers"] = landing["prefill"]["price"]
+    if isinstance(replay := figures.get("replay"), dict):
+        short["replay_chosen_over_best"] = replay["chosen_over_best"]
+    if isinstance(serving := figures.get("serving"), dict):
+        short |= _serving_summary(serving, short.get("gpu_idle_share", {}))
+    return short
+
+
+def _serving_summary(serving: dict[str, Any], idle_share: dict[str, float]) -> dict[str, Any]:
+    short: dict[str, Any] = {}
+    if hand_over := serving.get("hand_over"):
+        short |= {name: hand_over[name] for name in ("handover_ms", "second_token_gap_ms", "ttft_added_ms")}
+    if link := serving.get("link"):
+        short |= ratios_of_link(link)
+    if landing := serving.get("landing"):
+        short["gpu_idle_share"] = idle_share | {"serving": landing["gpu_idle_share_serving"]}
     return short
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 
 
 def median_s(work: Callable[[], object], repetitions: int = 20, warm_up: int = 3) -> float:

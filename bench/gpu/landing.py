@@ -1,0 +1,146 @@
+"""What KV that lands or leaves costs the engine's own steps, inside one process: the GPU's price alone, without a transport.
+
+A thread does what the copier's thread does on a stream of the same low priority: it has a slot filled (from pinned host memory,
+as a network card would write it) and scatters it; or it gathers into slots. It keeps to the given rate.
+
+Must not know: sessions, sockets.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from bench.gpu.measure import DEVICE
+from bench.gpu.parts import BLOCK_SIZE, Figures, unequal
+from bench.gpu.shape import HEAD_DIM, KV_BYTES_A_TOKEN, KV_HEADS, LAYERS
+from bench.gpu.steps import TIMED_STEPS, WARM_STEPS, new_loop, prefill, start_decodes
+from engine.build_device import DeviceEngineParts
+from engine.kv_cache.device_storage import DeviceKvStorage
+from foundation.kv_layout import HeadOrder, KvLayout
+from kv_transfer.device_copy import DeviceCopier, DevicePool
+from kv_transfer.device_staging import AT_ONCE, COPY_PRIORITY
+from kv_transfer.plan.parcels import cut_parcels
+
+SLOT_BYTES = 32 << 20
+TOKENS = 2048
+
+
+class Copying:
+    """Parcels of one prompt of TOKENS tokens, over and over, into or out of a pool beside the engine's."""
+
+    def __init__(self, order: HeadOrder, group: int) -> None:
+        layout = KvLayout(LAYERS, KV_HEADS, HEAD_DIM, "bfloat16", BLOCK_SIZE, order, group)
+        count = TOKENS // BLOCK_SIZE
+        storage = DeviceKvStorage(layout, 2 * count, DEVICE)
+        storage.memory.normal_()
+        self._copier = DeviceCopier(DevicePool(layout, storage.memory, storage.device_owner_words))
+        self._copier.compile(KV_HEADS)
+        self._parcels = cut_parcels(0, TOKENS, layout, layout, SLOT_BYTES)
+        self._sizes = [parcel.wire_bytes(layout) for parcel in self._parcels]
+        order_of_blocks = np.random.default_rng(5).permutation(2 * count)[:count].astype(np.int32)
+        self._blocks = torch.from_numpy(order_of_blocks).to(DEVICE)
+        self._owners = torch.zeros(count, dtype=torch.int64, device=DEVICE)
+        self._seed = torch.tensor([77], device=DEVICE)
+        self._slots = torch.empty(AT_ONCE, SLOT_BYTES + 4096, dtype=torch.uint8, device=DEVICE)
+        self._outcomes = torch.zeros(AT_ONCE, 2, dtype=torch.int64, device=DEVICE)
+        self._arriving = torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._stop = threading.Event()
+        self.copied_bytes = 0
+
+    def run(self, gb_s: float, *, lands: bool) -> None:
+        torch.cuda.set_device(DEVICE)
+        stream = torch.cuda.Stream(DEVICE, priority=COPY_PRIORITY)  # type: ignore[no-untyped-call]
+        ended = [torch.cuda.Event() for _ in range(AT_ONCE)]  # type: ignore[no-untyped-call]
+        begun, number = time.perf_counter(), 0
+        with torch.cuda.stream(stream):
+            while not self._stop.is_set():
+                wait_s = begun + self.copied_bytes / (gb_s * 1e9) - time.perf_counter()
+                if wait_s > 0:
+                    time.sleep(wait_s)
+                ended[number % AT_ONCE].synchronize()
+                self._one(number, lands)
+                ended[number % AT_ONCE].record()
+                number += 1
+        stream.synchronize()
+
+    def _one(self, number: int, lands: bool) -> None:
+        place = number % len(self._parcels)
+        parcel, size, slot = self._parcels[place], self._sizes[place], self._slots[number % AT_ONCE]
+        first, end = parcel.first_position // BLOCK_SIZE, -(-parcel.end_position // BLOCK_SIZE)
+        message, outcome = slot[: size + 8], self._outcomes[number % AT_ONCE]
+        if lands:
+            slot[:size].copy_(self._arriving[:size], non_blocking=True)
+            self._copier.scatter(parcel, self._blocks[first:end], self._seed, message, outcome)
+        else:
+            owners = self._owners[first:end]
+            self._copier.gather(parcel, self._blocks[first:end], owners, self._seed, message, outcome)
+        self.copied_bytes += size
+
+    @contextmanager
+    def beside(self, gb_s: float, *, lands: bool) -> Iterator[None]:
+        thread = threading.Thread(target=self.run, args=(gb_s,), kwargs={"lands": lands}, name="copying")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+
+
+def decode_beside_landing(
+    parts: DeviceEngineParts, order: HeadOrder, group: int, rows: int, mean: int, gb_s: float
+) -> Figures:
+    """Steps alone, then with KV landing; milliseconds, the rate that was reached, and what the quantiles grew by."""
+    alone = _decode_seconds(parts, rows, mean)
+    copying = Copying(order, group)
+    with copying.beside(gb_s, lands=True):
+        begun, before = time.perf_counter(), copying.copied_bytes
+        beside = _decode_seconds(parts, rows, mean)
+        rate = (copying.copied_bytes - before) / (time.perf_counter() - begun)
+    figures: Figures = {"landed_gb_s": rate / 1e9}
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        first, second = (sorted(seconds)[int(share * len(seconds))] for seconds in (alone, beside))
+        figures |= {f"alone_{name}_ms": first * 1e3, f"beside_{name}_ms": second * 1e3, name: second / first - 1}
+    return figures
+
+
+def _decode_seconds(parts: DeviceEngineParts, rows: int, mean: int) -> list[float]:
+    loop, seconds = new_loop(parts), []
+    start_decodes(loop, unequal(rows, mean) - min(WARM_STEPS + TIMED_STEPS // 2, mean - 8), 0.0)
+    for _ in range(WARM_STEPS):
+        loop.engine.step()
+    torch.cuda.synchronize()
+    for _ in range(TIMED_STEPS):
+        begun = time.perf_counter()
+        loop.engine.step()
+        seconds.append(time.perf_counter() - begun)
+    assert loop.engine.status().running == rows, "the batch was not constant"
+    loop.engine.fail_all("done")
+    torch.cuda.synchronize()
+    return seconds
+
+
+def prefill_beside_gathers(parts: DeviceEngineParts, order: HeadOrder, group: int) -> Figures:
+    """A prompt's time alone, and while the KV of another is gathered at the rate at which prompts are computed."""
+    alone_s = _prefill_s(lambda: prefill(parts, TOKENS))
+    copying = Copying(order, group)
+    rate_gb_s = TOKENS * KV_BYTES_A_TOKEN / alone_s / 1e9
+    with copying.beside(rate_gb_s, lands=False):
+        beside_s = _prefill_s(lambda: prefill(parts, TOKENS))
+    return {
+        "gathered_gb_s": rate_gb_s,
+        "alone_ms": alone_s * 1e3,
+        "beside_ms": beside_s * 1e3,
+        "price": beside_s / alone_s - 1,
+    }
+
+
+def _prefill_s(run: Callable[[], Figures]) -> float:
+    return statistics.median(run()["ms"] for _ in range(2)) / 1e3

@@ -1,0 +1,177 @@
+"""What landing KV costs the streams that a decode node serves meanwhile, host and GPU together.
+
+A batch of streams decodes; then the same batch decodes while prompts whose KV the prefill node holds already are asked again and
+again for two tokens each: all of their KV lands, next to none is computed. Compared are the engine's own steps, and the gaps
+that clients see. The share of time in which the decode node's GPU is idle is profiled meanwhile (SIGUSR2 of `timed_node`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from bench.serving.fleet import Arrangement, Fleet
+from bench.serving.goodput import quantile
+from bench.serving.open_loop import Client, Served
+from bench.serving.workload import Shape
+
+REPEATED_PROMPTS = 4
+LANDED_TOKENS = 2
+START_LIMIT_S = 60.0
+PROFILE_LIMIT_S = 20.0
+UNDER_WAY_S = 0.3
+
+Beside = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LandingPlan:
+    streams: int
+    prompt_tokens: int
+    output_tokens: int
+    """Enough for all phases to pass: streams that end early spoil the batch."""
+    phase_s: float
+    landings_at_once: int
+    landings_a_second: float
+    """Of the paced phase; the other one asks again as soon as it is answered."""
+    seed: int = 70_000
+
+
+async def measure_landing(fleet: Fleet, client: Client, plan: LandingPlan) -> dict[str, Any]:
+    fleet.arrange(Arrangement.APART)
+    repeated = [Shape(plan.prompt_tokens, LANDED_TOKENS)] * REPEATED_PROMPTS
+    bodies = [client.body(shape, plan.seed + index) for index, shape in enumerate(repeated)]
+    for shape, body in zip(repeated, bodies, strict=True):
+        await client.send(shape, body)
+    streams = _Streams(fleet, client, plan)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one) for one in streams.coroutines()]
+        await streams.all_started()
+        alone = await streams.observe(plan.phase_s)
+        full = await streams.observe(plan.phase_s, lambda: _land(client, repeated, bodies, plan.landings_at_once, 0.0))
+        paced = await streams.observe(plan.phase_s, lambda: _land(client, repeated, bodies, 0, plan.landings_a_second))
+        idle_share = await streams.idle_share(lambda: _land(client, repeated, bodies, 0, plan.landings_a_second))
+        ended_early = sum(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+    return {
+        "streams": plan.streams,
+        "prompt_tokens": plan.prompt_tokens,
+        "streams_that_ended_early": ended_early,
+        "alone": alone,
+        "landing_at_full_rate": full,
+        "landing_paced": paced,
+        "itl_under_landing": {
+            share: full[f"step_{share}_ms"] / alone[f"step_{share}_ms"] - 1 for share in ("p50", "p99")
+        },
+        "gpu_idle_share_serving": idle_share,
+        "step_p99_over_p50": paced["step_p99_ms"] / paced["step_p50_ms"],
+    }
+
+
+class _Streams:
+    """The batch, and what is seen of it during a phase."""
+
+    def __init__(self, fleet: Fleet, client: Client, plan: LandingPlan) -> None:
+        self._fleet, self._client, self._plan = fleet, client, plan
+        self._shape = Shape(plan.prompt_tokens, plan.output_tokens)
+        self._served = [Served(self._shape, 0.0) for _ in range(plan.streams)]
+        self._decoders = [node.name for node in fleet.of_role("decode", twins=False)]
+
+    def coroutines(self) -> list[Coroutine[Any, Any, Served]]:
+        seeds = range(self._plan.seed + 1000, self._plan.seed + 1000 + self._plan.streams)
+        return [
+            self._client.send(self._shape, self._client.body(self._shape, seed), None, served)
+            for seed, served in zip(seeds, self._served, strict=True)
+        ]
+
+    async def all_started(self) -> None:
+        """Until each has had a few tokens."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while not all(len(served.events_s) >= 3 for served in self._served):
+            failed = next((served.error for served in self._served if served.error), "")
+            if failed or time.monotonic() > deadline:
+                raise RuntimeError(f"the streams do not start: {failed or 'too slow'}")
+            await asyncio.sleep(0.05)
+
+    async def observe(self, seconds: float, beside: Beside | None = None) -> dict[str, float]:
+        """What the engines and the clients saw for so long, with something going on beside."""
+        async with _going_on(beside):
+            begun_s, begun_monotonic = time.perf_counter(), time.monotonic()
+            bytes_before = await asyncio.to_thread(self._landed_bytes)
+            await asyncio.sleep(seconds)
+            landed = await asyncio.to_thread(self._landed_bytes) - bytes_before
+            took_s = time.perf_counter() - begun_s
+        return self._steps(begun_monotonic) | self._gaps(begun_s) | {"landed_gb_s": landed / took_s / 1e9}
+
+    async def idle_share(self, beside: Beside) -> float | None:
+        """Of the decode nodes' GPUs, profiled meanwhile: a phase of its own, for a profiler slows what it looks at."""
+        async with _going_on(beside):
+            since_s, deadline = time.monotonic(), time.monotonic() + PROFILE_LIMIT_S
+            for node in self._decoders:
+                self._fleet.signal(node, signal.SIGUSR2)
+            while True:
+                answers = [event for node in self._decoders for event in self._fleet.events(node, "idle", since_s)]
+                if len(answers) == len(self._decoders):
+                    break
+                if time.monotonic() > deadline:
+                    return None
+                await asyncio.sleep(0.1)
+        shares = [float(event["idle_share"]) for event in answers if "idle_share" in event]
+        return statistics.fmean(shares) if shares else None
+
+    def _landed_bytes(self) -> float:
+        return sum(self._fleet.metric(node, "decant_kv_transfer_bytes_total") for node in self._decoders)
+
+    def _steps(self, since_s: float) -> dict[str, float]:
+        steps = [event for node in self._decoders for event in self._fleet.events(node, "step", since_s)]
+        whole = self._plan.streams // len(self._decoders)
+        seconds = [float(event["seconds"]) for event in steps if int(event["running"]) >= whole]
+        return {"steps": len(seconds)} | {
+            f"step_{name}_ms": quantile(seconds, share) * 1e3 for name, share in (("p50", 0.5), ("p99", 0.99))
+        }
+
+    def _gaps(self, since_s: float) -> dict[str, float]:
+        gaps = [
+            late - early for served in self._served for early, late in pairwise(served.events_s) if early >= since_s
+        ]
+        return {f"client_itl_{name}_ms": quantile(gaps, share) * 1e3 for name, share in (("p50", 0.5), ("p99", 0.99))}
+
+
+@asynccontextmanager
+async def _going_on(beside: Beside | None) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(beside()) if beside else None
+    await asyncio.sleep(UNDER_WAY_S)
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _land(client: Client, shapes: list[Shape], bodies: list[bytes], at_once: int, a_second: float) -> None:
+    """Until cancelled: `at_once` requests in flight, each followed by the next; or, with a rate, one at each beat."""
+    if a_second <= 0:
+
+        async def again(first: int) -> None:
+            index = first
+            while True:
+                await client.send(shapes[0], bodies[index % len(bodies)])
+                index += 1
+
+        await asyncio.gather(*(again(first) for first in range(at_once)))
+        return
+    async with asyncio.TaskGroup() as group:
+        begun_s, index = time.perf_counter(), 0
+        while True:
+            await asyncio.sleep(max(0.0, begun_s + index / a_second - time.perf_counter()))
+            group.create_task(client.send(shapes[0], bodies[index % len(bodies)]))
+            index += 1

@@ -1,0 +1,249 @@
+"""The two processes of `link`: each with a transport, slots and a pool on its device. P does what D orders; D keeps the figures.
+
+Must not know: how their figures are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass, replace
+from itertools import product
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+import numpy as np
+
+from bench.transfer_beside_ucx import (
+    LAYOUT,
+    LIMITS,
+    MASTER,
+    OWNER,
+    D,
+    EmptyDecode,
+    P,
+    ReadyPrefill,
+    Unwatched,
+    new_ticket,
+    no_progress,
+)
+from foundation.ids import CreditNumber, RequestId, SessionNonce, TransferId
+from kv_transfer.arena import Arena, slot_stride
+from kv_transfer.decode_driver import DecodeDriver
+from kv_transfer.driver import TransferLimits
+from kv_transfer.pool_copy import KvPool
+from kv_transfer.port import BeginTransfer
+from kv_transfer.prefill_driver import PrefillDriver
+from kv_transfer.transport.base import DataSession, Landed, ReceiveOutcome, SendOutcome, Sent, credit_tag
+from kv_transfer.transport.ucx_environment import DEFAULT_LANES, DEVICE_LANES, ucx_environment
+
+IN_FLIGHT = 4
+ROUNDS = 5
+RAW_SESSION = 1
+NONCE = SessionNonce(1)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPlan:
+    prefill_device: str
+    decode_device: str
+    total_bytes: int
+    slot_bytes: tuple[int, ...]
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.prefill_device.startswith("cuda")
+
+    @property
+    def positions(self) -> int:
+        return self.total_bytes // LAYOUT.token_bytes
+
+    def environment(self) -> dict[str, str]:
+        return ucx_environment(DEVICE_LANES if self.on_gpus else DEFAULT_LANES, device=self.on_gpus)
+
+
+class Side:
+    """What both processes have: a transport, slots and a pool on their device."""
+
+    def __init__(self, plan: LinkPlan, device: str, pipe: Connection) -> None:
+        from kv_transfer.transport.ucx import UcxTransport
+
+        self.plan, self.pipe = plan, pipe
+        self._device = None
+        if plan.on_gpus:
+            from kv_transfer.transport.cuda_memory import CudaDevice
+
+            self._device = CudaDevice(int(device.partition(":")[2] or 0))
+            self.transport = UcxTransport(self._device)
+        else:
+            self.transport = UcxTransport()
+        pool = _new_pool(plan, device)
+        self.pools = {"": pool, " without digests": _without_digests(pool)} if plan.on_gpus else {"": pool}
+        """By what a transfer over them is called."""
+        self._next = 0
+
+    async def hear(self) -> Any:
+        return await asyncio.to_thread(self.pipe.recv)
+
+    def arena(self, slot_bytes: int) -> Arena:
+        if self._device is None:
+            return Arena(IN_FLIGHT, slot_bytes)
+        from kv_transfer.device_slots import DeviceSlots
+
+        slots = DeviceSlots(self._device, IN_FLIGHT * slot_stride(slot_bytes))
+        return Arena(IN_FLIGHT, slot_bytes, slots.draw(IN_FLIGHT * slot_stride(slot_bytes)))
+
+    async def move(self, session: DataSession, arena: Arena, *, send: bool) -> float:
+        """One round of the plan's bytes. The receiver's seconds, from its word to the last message."""
+        count = self.plan.total_bytes // arena.slot_bytes
+        first, self._next = self._next, self._next + count
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        started = ended = 0
+
+        def start() -> None:
+            nonlocal started
+            tag = credit_tag(NONCE, CreditNumber(first + started))
+            buffer = arena.message(started % IN_FLIGHT, arena.slot_bytes)
+            started += 1
+            session.send(tag, buffer, done) if send else session.post_receive(tag, buffer, done)
+
+        def done(outcome: ReceiveOutcome | SendOutcome) -> None:
+            nonlocal ended
+            if not isinstance(outcome, Landed | Sent):
+                finished.set_exception(RuntimeError(f"{outcome}"))
+                return
+            ended += 1
+            if started < count:
+                start()
+            elif ended == count:
+                finished.set_result(None)
+
+        if send:
+            await self.hear()
+        for _ in range(min(IN_FLIGHT, count)):
+            start()
+        begun = time.perf_counter()
+        if not send:
+            self.pipe.send("go")
+        await finished
+        return time.perf_counter() - begun
+
+
+def _new_pool(plan: LinkPlan, device: str) -> Any:
+    blocks = 2 * plan.positions // LAYOUT.block_size
+    if not plan.on_gpus:
+        shape = (1, blocks, LAYOUT.layers, 2, LAYOUT.block_size, LAYOUT.kv_heads, LAYOUT.head_bytes)
+        return KvPool(LAYOUT, (np.full(shape, 5, np.uint8),), np.full(blocks, OWNER, np.uint64))
+    import torch
+
+    from engine.kv_cache.device_storage import DeviceKvStorage
+    from kv_transfer.device_copy import DevicePool
+    from kv_transfer.device_staging import DeviceStaging
+
+    layout = replace(LAYOUT, head_order="HND")
+    torch.cuda.set_device(device)
+    storage = DeviceKvStorage(layout, blocks, torch.device(device))
+    storage.memory.normal_()
+    storage.device_owner_words.fill_(OWNER)
+    return DeviceStaging(DevicePool(layout, storage.memory, storage.device_owner_words))
+
+
+def _without_digests(staging: Any) -> Any:
+    """The same pool, whose copies neither hash nor check owners: every digest is 0. For measuring what they cost."""
+    from kv_transfer.device_copy import DeviceCopier
+    from kv_transfer.device_staging import DeviceCopies, DeviceStaging
+
+    class PlainCopies(DeviceCopies):
+        def __init__(self, pool: Any) -> None:
+            super().__init__(pool)
+            self._copier = DeviceCopier(pool, digests=False)
+            self._copier.compile(pool.layout.kv_heads)
+
+    class PlainStaging(DeviceStaging):
+        def copies(self) -> PlainCopies:
+            return PlainCopies(self.pool)
+
+    return PlainStaging(staging.pool)
+
+
+def _limits(plan: LinkPlan, slot_bytes: int) -> TransferLimits:
+    return replace(LIMITS, staging_bytes=max(plan.total_bytes, 4 * slot_bytes), slot_bytes=slot_bytes)
+
+
+async def prefill_side(plan: LinkPlan, pipe: Connection, figures: Connection) -> None:
+    """Does what the other side orders."""
+    side, engine = Side(plan, plan.prefill_device, pipe), ReadyPrefill(plan.positions)
+    arrived = side.transport.expect(RAW_SESSION, lambda reason: None)
+    address = await side.transport.listen("127.0.0.1", 0)
+    pipe.send(address)
+    session = await arrived
+    for slot_bytes in plan.slot_bytes:
+        arena = side.arena(slot_bytes)
+        for send in (True, False):
+            for _ in range(ROUNDS + 1):
+                seconds = await side.move(session, arena, send=send)
+                if not send:
+                    pipe.send(seconds)
+    for slot_bytes, pool in product(plan.slot_bytes, side.pools.values()):
+        limits = _limits(plan, slot_bytes)
+        keys = MASTER.for_node(P.node_id)
+        driver = PrefillDriver(P, pool, limits, side.transport, address, keys, engine, no_progress, Unwatched())
+        engine.driver = driver
+        server = grpc.aio.server()
+        driver.register(server)
+        pipe.send((f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", driver.epoch))
+        await server.start()
+        while await side.hear() != "over":
+            pipe.send(engine.offered_s)
+        await driver.close()
+        await server.stop(0)
+    await side.transport.close()
+
+
+async def decode_side(plan: LinkPlan, pipe: Connection, figures: Connection) -> None:
+    side = Side(plan, plan.decode_device, pipe)
+    session = await side.transport.dial(await side.hear(), RAW_SESSION, lambda reason: None, 10.0)
+    for slot_bytes in plan.slot_bytes:
+        arena = side.arena(slot_bytes)
+        for receive in (True, False):
+            seconds = []
+            for _ in range(ROUNDS + 1):
+                own_s = await side.move(session, arena, send=not receive)
+                seconds.append(own_s if receive else await side.hear())
+            way = "P to D" if receive else "D to P"
+            rate = plan.total_bytes / statistics.median(seconds[1:]) / 1e9
+            figures.send((f"messages {in_mib(slot_bytes)} {way}, {session.lane.name}", rate))
+    for slot_bytes, (variant, pool) in product(plan.slot_bytes, side.pools.items()):
+        engine = EmptyDecode(plan.positions)
+        limits = _limits(plan, slot_bytes)
+        driver = DecodeDriver(D, pool, limits, side.transport, engine, no_progress, Unwatched())
+        engine.driver = driver
+        control_address, epoch = await side.hear()
+        seconds = [await _transfer(side, driver, engine, control_address, epoch, n) for n in range(ROUNDS + 1)]
+        pipe.send("over")
+        await driver.close()
+        rate = plan.total_bytes / statistics.median(seconds[1:]) / 1e9
+        figures.send((f"transfers {in_mib(slot_bytes)} P to D{variant}", rate))
+    await side.transport.close()
+    figures.send(None)
+
+
+async def _transfer(
+    side: Side, driver: DecodeDriver, engine: EmptyDecode, control_address: str, epoch: int, number: int
+) -> float:
+    """Seconds from P's offer to D's commit."""
+    transfer = TransferId(RequestId(f"{control_address}-{number}"), 1, 1)
+    prompt = tuple(range(side.plan.positions))
+    engine.over = asyncio.get_running_loop().create_future()
+    ticket = new_ticket(transfer.attempt_id, epoch, prompt)
+    driver.begin(BeginTransfer(transfer, P.node_id, control_address, ticket, prompt, (), b"", 60.0))
+    committed_s, _ = await engine.over
+    side.pipe.send("offered")
+    offered_s: float = await side.hear()
+    return committed_s - offered_s
+
+
+def in_mib(size: int) -> str:
+    return f"{size >> 20} MiB"
