@@ -21,6 +21,8 @@
 #   make bench-transfer [ARGS="--rounds 8"]          GB/s of a transfer beside ucx_perftest; what digests cost; protocol events/s
 #   make bench-router [MODEL=path] [ARGS="--requests 100000"]  what one router costs, in front of a node that answers at once
 #   make bench-peer [PEER_VENV=path] [MODEL=path]      Decant beside vLLM's CPU build, which it installs where PEER_VENV has none
+#   make gpu, make bench-gpu                         on a GPU machine, without network: its tests, the engine's figures (one GPU)
+#   make bench-two-gpus [ARGS="--minutes 8"]         prefill on one GPU, decode on another, against both colocated on each
 #
 # TORCH=auto|cpu|cuda chooses the build of torch (auto: cuda where nvidia-smi answers). TORCH_INDEX: where a CPU wheel comes
 # from when pip finds none on this machine.
@@ -29,7 +31,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
-.PHONY: gpu bench-gpu up test check check-style check-types check-borders check-generated fix proto lock bench-peer bench-router install install-dev golden \
+.PHONY: gpu bench-gpu bench-two-gpus up test check check-style check-types check-borders check-generated fix proto lock bench-peer bench-router install install-dev golden \
 	explore mutants sim sim-mutants fuzz bench-transfer transcripts diagrams metrics
 
 VENV ?= .venv
@@ -167,6 +169,9 @@ gpu:
 bench-gpu:
 	@mkdir -p bench/results
 	$(PYTHON) -m bench.gpu --out bench/results/h200.json $(ARGS)
+
+bench-two-gpus:
+	$(PYTHON) -m bench.serving --out bench/results/h200-x2.json $(ARGS)
 
 # What is installed is recorded by stamps, so that the second `make up` asks pip nothing.
 
