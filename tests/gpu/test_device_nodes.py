@@ -1,7 +1,7 @@
 """Router, prefill node and decode node as processes on one GPU: KV comes over the lane on which the receiver reads, answers are
 those that the decode node gives alone, and a prefill node may die.
 
-The model is the folder $DECANT_GPU_MODEL, or a small one of random weights.
+The model is the folder $GPU_TEST_MODEL, or a small one of random weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RANDOM_WEIGHTS = {
     "eos_token_id": END_ID,
     "dtype": "bfloat16",
 }
-REAL = "DECANT_GPU_MODEL"
+REAL = "GPU_TEST_MODEL"
 COMMON = (
     "--device=cuda",
     "--gpu-memory-utilization=0.2",
