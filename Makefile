@@ -4,6 +4,7 @@
 #   make test [ARGS="tests/pure -k credit"]          tests (a Redis server comes with the test dependencies)
 #   make check / make fix                            style, types, borders between the rooms, generated code / repair them
 #   make proto                                       generated code from proto/
+#   make contract [ARGS=--accept]                   what proto/ promises other versions: adds what is new / takes broken promises away
 #   make golden [MODEL=path]                        remake the golden references with transformers (minutes)
 #   make lock                                        exact versions from the ranges in pyproject.toml
 #   make explore [ARGS="--states 100000"]            search every interleaving of small worlds with the real protocol machines
@@ -31,7 +32,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
-.PHONY: gpu bench-gpu bench-two-gpus up test check check-style check-types check-borders check-generated fix proto lock bench-peer bench-router install install-dev golden \
+.PHONY: gpu bench-gpu bench-two-gpus up test check check-style check-types check-borders check-generated fix proto contract lock bench-peer bench-router install install-dev golden \
 	explore mutants sim sim-mutants fuzz bench-transfer transcripts diagrams metrics
 
 VENV ?= .venv
@@ -47,7 +48,7 @@ TORCH ?= auto
 TORCH_VERSION := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PROTOS := $(wildcard proto/decant_proto/v1/*.proto)
-ROOMS := foundation engine kv_transfer node prefill_node decode_node router decant bench tests
+ROOMS := foundation net engine kv_transfer node prefill_node decode_node router decant bench tests
 # So that nothing stays behind even where make itself is killed.
 DIE_WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -85,6 +86,9 @@ generate = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I
 
 proto: install-dev
 	$(call generate,proto)
+
+contract: install-dev
+	@$(BIN)/python tests/contract/wire_contract.py $(ARGS)
 
 golden: install-dev
 	$(BIN)/python tests/golden/remake.py $(MODEL)

@@ -1,6 +1,6 @@
 """A typed client of a router's gRPC API, sync (`Client`) and async (`AsyncClient`): the same methods, the same results.
 
-    with Client("127.0.0.1:9000") as client:
+    with Client("127.0.0.1:9000", api_key=key) as client:
         for piece in client.generate("Once upon a time", max_tokens=64):
             print(piece.text, end="")
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
@@ -26,7 +27,6 @@ Chat = Sequence[tuple[str, str]]
 """(role, content) pairs."""
 Prompt = str | Sequence[int] | Chat
 
-RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
 
 _OPTIONS = frozenset(field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields)
@@ -103,12 +103,36 @@ class Completion:
     logprobs: tuple[float, ...] = field(default=())
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a router with --ssl-certfile is trusted. `ca_file`: the authority of its certificate (None: those that gRPC brings);
+    `cert_file` and `key_file`: what a router with --ssl-ca-certs asks for, all in PEM. `server_name`: the name in its
+    certificate, if that is not the address."""
+
+    ca_file: str | Path | None = None
+    cert_file: str | Path | None = None
+    key_file: str | Path | None = None
+    server_name: str | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises OSError."""
+        files = (self.ca_file, self.key_file, self.cert_file)
+        return grpc.ssl_channel_credentials(*(None if file is None else Path(file).read_bytes() for file in files))
+
+    def options(self) -> list[tuple[str, str]]:
+        return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
+
+
 class Client:
     """Blocking. One connection, any number of requests at once from any number of threads."""
 
-    def __init__(self, address: str) -> None:
-        """`address`: host:port of a router's --grpc-port."""
-        self._channel = grpc.insecure_channel(address)
+    def __init__(self, address: str, *, api_key: str | None = None, tls: Tls | None = None) -> None:
+        """`address`: host:port of a router's --grpc-port. Raises OSError when a file of `tls` cannot be read."""
+        self._metadata = _metadata(api_key)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address)
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=tls.options())
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -133,7 +157,7 @@ class Client:
         **sampling: Unpack[Sampling],
     ) -> Iterator[Piece]:
         """Pieces as they come. Raises ApiError."""
-        call = self._inference.Generate(_request(prompt, stop, timeout_s, model, sampling))
+        call = self._inference.Generate(_request(prompt, stop, timeout_s, model, sampling), metadata=self._metadata)
         try:
             for response in call:
                 yield _piece(response)
@@ -170,10 +194,9 @@ class Client:
         """No new work for the node from this router (or work again); requests that still run there."""
         return self._ask(self._admin.Drain, admin_pb2.DrainRequest(node_id=node_id, resume=resume)).attempts
 
-    @staticmethod
-    def _ask(method: Callable[[RequestT], ReplyT], request: RequestT) -> ReplyT:
+    def _ask(self, method: Callable[..., ReplyT], request: object) -> ReplyT:
         try:
-            return method(request)
+            return method(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _api_error(error) from None
 
@@ -181,8 +204,12 @@ class Client:
 class AsyncClient:
     """`Client` on asyncio. Use it within one event loop."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
+    def __init__(self, address: str, *, api_key: str | None = None, tls: Tls | None = None) -> None:
+        self._metadata = _metadata(api_key)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=tls.options())
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -207,7 +234,7 @@ class AsyncClient:
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[Piece]:
         """Pieces as they come. Raises ApiError."""
-        call = self._inference.Generate(_request(prompt, stop, timeout_s, model, sampling))
+        call = self._inference.Generate(_request(prompt, stop, timeout_s, model, sampling), metadata=self._metadata)
         try:
             async for response in call:
                 yield _piece(response)
@@ -245,12 +272,15 @@ class AsyncClient:
         """No new work for the node from this router (or work again); requests that still run there."""
         return (await self._ask(self._admin.Drain, admin_pb2.DrainRequest(node_id=node_id, resume=resume))).attempts
 
-    @staticmethod
-    async def _ask(method: Callable[[RequestT], Awaitable[ReplyT]], request: RequestT) -> ReplyT:
+    async def _ask(self, method: Callable[..., Awaitable[ReplyT]], request: object) -> ReplyT:
         try:
-            return await method(request)
+            return await method(request, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise _api_error(error) from None
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
 def _request(

@@ -47,6 +47,12 @@ def _doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return command(arguments, environment)
 
 
+def _api_key(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    from decant.api_key import command
+
+    return command(arguments, environment)
+
+
 def _complete(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     from decant.talk import complete
 
@@ -83,7 +89,8 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "decode": (_decode, "run a decode node"),
     "router": (_router, "run a router: OpenAI and gRPC front door"),
     "new-key": (_new_key, "draw a master key into a file, unless one is there"),
-    "doctor": (_doctor, "check libraries, UCX lanes, ports, memory limits and the model"),
+    "api-key": (_api_key, "draw, list and remove the API keys that a router lets in"),
+    "doctor": (_doctor, "check libraries, UCX lanes, ports, memory limits, the model, and what is unsafe"),
     "bench": (_bench, "bench graphs: what CUDA graphs give on this GPU for a model, and why"),
     "complete": (_complete, "continue a text"),
     "chat": (_chat, "talk to the model"),

@@ -20,6 +20,7 @@ from decant.default_model import default_model_folder, is_converted
 from decant.gpus import gpus_here
 from decant.local_cluster import TOY_MODEL, LocalCluster, Request, read_request
 from decant.processes import require_node_ports, require_router_ports
+from foundation.api_keys import api_key_of
 from foundation.errors import ConfigurationError, StartError
 from foundation.model_folder import resolve_model_folder
 from node.options import NodeOptions
@@ -35,6 +36,7 @@ PROCESS_BYTES = 700 * MIB
 class Grade(Enum):
     OK = "ok"
     NOTE = "note"
+    UNSAFE = "UNSAFE"
     FAILS = "FAILS"
 
 
@@ -54,18 +56,19 @@ def command(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         sys.stdout.write(request.describe(cluster) + "\n")
         return 0
     failed = False
-    for finding in examine(request, cluster):
+    for finding in examine(request, cluster, environment):
         failed = failed or finding.grade is Grade.FAILS
         sys.stdout.write(f"{finding.grade.value:<6}{finding.subject:<11}{finding.text}\n")
     return 1 if failed else 0
 
 
-def examine(request: Request, cluster: LocalCluster) -> Iterator[Finding]:
+def examine(request: Request, cluster: LocalCluster, environment: Mapping[str, str]) -> Iterator[Finding]:
     yield from _libraries()
     yield from _gpus()
     yield from _lanes()
     yield from _ports(cluster)
     yield from _limits()
+    yield from exposure(cluster, environment)
     folder, finding = _model(request)
     yield finding
     if folder is not None:
@@ -168,6 +171,18 @@ def _limits() -> Iterator[Finding]:
         yield Finding(Grade.OK, "limits", "locked memory unlimited")
     else:
         yield Finding(Grade.NOTE, "limits", f"locked memory {locked // MIB} MiB; RDMA needs ulimit -l unlimited")
+
+
+def exposure(cluster: LocalCluster, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Who could read or ask what from other machines."""
+    router = cluster.router
+    keys_required = router.api_key_file is not None or api_key_of(environment) is not None
+    risks = [*router.risks(api_keys_required=keys_required), *cluster.prefill.risks(), *cluster.decode.risks()]
+    yield from (Finding(Grade.UNSAFE, "exposure", risk) for risk in risks)
+    if risks:
+        yield Finding(Grade.NOTE, "exposure", "docs/security.md says what each option protects")
+    else:
+        yield Finding(Grade.OK, "exposure", f"router on {router.host}, nodes on {cluster.prefill.host}")
 
 
 def _model(request: Request) -> tuple[Path | None, Finding]:

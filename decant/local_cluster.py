@@ -30,6 +30,7 @@ from router.options import EMBEDDED, RouterOptions
 LOOPBACK = "127.0.0.1"
 TOY_MODEL = "toy"
 DECIDED_HERE = frozenset({"registry", "key_file", "node_id", "advertise_address", "control_port", "data_port"})
+DECIDED_HERE |= {"registry_port", "tls_cert_file", "tls_key_file", "tls_ca_file", "tls_server_name"}
 NOT_FOR_NODES = frozenset({"host", "http_port"})
 """With `decant up` these are the router's; nodes listen on loopback, on the ports of their index."""
 
@@ -94,6 +95,11 @@ class Request:
         if found is not None:
             shared["revision"] = None
         router = build(RouterOptions, self.settings, registry=EMBEDDED, key_file=str(key_file), **shared)
+        if router.ssl_ca_certs is not None:
+            raise ConfigurationError(
+                "--ssl-ca-certs",
+                "keeps out decant up itself, which asks its router how it is: start the processes one by one",
+            )
         of_nodes = {name: setting for name, setting in self.settings.items() if name not in NOT_FOR_NODES}
         shared |= {"host": LOOPBACK, "registry": f"{LOOPBACK}:{router.grpc_port}"}
         shared |= _share_of_gpu(build(DecodeOptions, of_nodes, **shared), count_visible(os.environ))
@@ -166,7 +172,8 @@ def child_environment(environment: Mapping[str, str], node_count: int) -> dict[s
 
 def health_url(options: NodeOptions | RouterOptions) -> str:
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
-    return f"http://{host}:{options.http_port}/health"
+    tls = isinstance(options, RouterOptions) and options.ssl_certfile is not None
+    return f"{'https' if tls else 'http'}://{host}:{options.http_port}/health"
 
 
 def _without_routers(settings: Mapping[str, Setting]) -> dict[str, Setting]:

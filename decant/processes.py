@@ -79,6 +79,8 @@ def require_node_ports(options: NodeOptions, *, data_port_may_linger: bool = Fal
 def require_router_ports(options: RouterOptions) -> None:
     require_free_port("--http-port", options.host, options.http_port)
     require_free_port("--grpc-port", options.host, options.grpc_port)
+    if options.has_own_registry_port:
+        require_free_port("--registry-port", options.host, options.registry_port)
 
 
 def _printed(parsed: Parsed[PrefillOptions] | Parsed[DecodeOptions] | Parsed[RouterOptions]) -> bool:

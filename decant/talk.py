@@ -1,6 +1,6 @@
 """`decant chat`, `decant complete` and `decant why`: a router spoken to from a terminal, through `decant.client`.
 
-Must not know: anything but the client.
+Must not know: anything but the client and its key.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from decant_proto.v1 import admin_pb2
 
-from decant.client import ApiError, Client, Piece, Sampling
+from decant.client import ApiError, Client, Piece, Sampling, Tls
+from foundation.api_keys import VARIABLE, api_key_of
+from foundation.errors import ConfigurationError
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
 
@@ -22,7 +24,7 @@ def complete(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser.add_argument("text", nargs="*")
     asked = parser.parse_args(arguments)
     text = " ".join(asked.text) or sys.stdin.read()
-    with Client(asked.router) as client:
+    with _client(asked, environment) as client:
         return _show(client.generate(text, stop=asked.stop, **_sampling(asked)))
 
 
@@ -32,7 +34,7 @@ def chat(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser.add_argument("--system", help="the system message")
     asked = parser.parse_args(arguments)
     history = [("system", asked.system)] if asked.system else []
-    with Client(asked.router) as client:
+    with _client(asked, environment) as client:
         while line := _next_line():
             history.append(("user", line))
             said: list[str] = []
@@ -50,7 +52,7 @@ def why(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     )
     asked = parser.parse_args(arguments)
     try:
-        with Client(asked.router) as client:
+        with _client(asked, environment) as client:
             found = client.requests(asked.request_id)
     except ApiError as error:
         return _failed(error)
@@ -83,7 +85,26 @@ def _parser(name: str, help: str, environment: Mapping[str, str]) -> argparse.Ar
     parser = argparse.ArgumentParser(prog=f"decant {name}", description=help)
     address = environment.get("DECANT_ROUTER", DEFAULT_ADDRESS)
     parser.add_argument("--router", default=address, metavar="HOST:PORT", help=f"its --grpc-port (default {address})")
+    parser.add_argument("--tls", action="store_true", help="the router has a certificate of a public authority")
+    parser.add_argument("--ca-file", metavar="FILE", help="the router has a certificate of this authority")
+    parser.add_argument("--cert-file", metavar="FILE", help="our own certificate, where the router asks for one")
+    parser.add_argument("--cert-key-file", metavar="FILE", help="its private key")
+    parser.epilog = (
+        f"An API key is taken from {VARIABLE}: on a command line every process of this machine could read it."
+    )
     return parser
+
+
+def _client(asked: argparse.Namespace, environment: Mapping[str, str]) -> Client:
+    tls = None
+    if asked.tls or asked.ca_file or asked.cert_file:
+        tls = Tls(asked.ca_file, asked.cert_file, asked.cert_key_file)
+    try:
+        return Client(asked.router, api_key=api_key_of(environment), tls=tls)
+    except OSError as error:
+        raise ConfigurationError(
+            "--ca-file, --cert-file, --cert-key-file", f"{error.filename}: {error.strerror}"
+        ) from None
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

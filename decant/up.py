@@ -14,6 +14,7 @@ from pathlib import Path
 
 from decant.local_cluster import LocalCluster, child_environment, find_model, health_url, read_request
 from decant.supervisor import ChildPlan, Interrupted, Supervisor
+from foundation.api_keys import VARIABLE, api_key_of, draw_api_key
 from foundation.config import to_arguments
 from foundation.errors import StartError
 from foundation.keys import draw_master_keys, write_key_file
@@ -41,10 +42,11 @@ def command(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _serve(cluster: LocalCluster, model: Path, environment: Mapping[str, str]) -> int:
-    supervisor = Supervisor(_plans(cluster, environment), cluster.router.drain_grace_s)
+    plans = _plans(cluster, environment)
+    supervisor = Supervisor(plans, cluster.router.drain_grace_s)
     try:
         supervisor.start(START_LIMIT_S)
-        sys.stdout.write(_ready_message(cluster, model))
+        sys.stdout.write(_ready_message(cluster, model, key_wanted=VARIABLE in plans[0].environment))
         sys.stdout.flush()
         supervisor.watch()
     except Interrupted:
@@ -59,6 +61,8 @@ def _serve(cluster: LocalCluster, model: Path, environment: Mapping[str, str]) -
 
 def _plans(cluster: LocalCluster, environment: Mapping[str, str]) -> list[ChildPlan]:
     inherited = child_environment(environment, node_count=2)
+    if (api_key := api_key_of(environment)) or cluster.router.api_key_file:
+        inherited[VARIABLE] = api_key or draw_api_key()  # nodes show it to the registry
 
     def plan(
         name: str, options: RouterOptions | NodeOptions, is_ready: Callable[[bytes], bool] = _any_body
@@ -83,7 +87,7 @@ def knows_both_nodes(health_body: bytes) -> bool:
     return {node["role"] for node in nodes if node["refusal"] is None} == {"prefill", "decode"}
 
 
-def _ready_message(cluster: LocalCluster, model: Path) -> str:
+def _ready_message(cluster: LocalCluster, model: Path, *, key_wanted: bool) -> str:
     base_url = health_url(cluster.router).removesuffix("/health")
     name = cluster.router.served_model_name
     if has_chat_template(model):
@@ -95,9 +99,10 @@ def _ready_message(cluster: LocalCluster, model: Path) -> str:
     else:
         path = "/v1/completions"
         body = {"model": name, "prompt": "The capital of France is", "max_tokens": 16}
+    key = f'-H "Authorization: Bearer ${VARIABLE}" ' if key_wanted else ""
     return (
         f"\nDecant serves {name} at {base_url}/v1 (gRPC on port {cluster.router.grpc_port}). Ask it something:\n\n"
-        f"  curl -s {base_url}{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'\n\n"
+        f"  curl -s {base_url}{path} -H 'Content-Type: application/json' {key}\\\n    -d '{json.dumps(body)}'\n\n"
         "Ctrl-C stops it.\n\n"
     )
 

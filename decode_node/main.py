@@ -100,6 +100,7 @@ class DecodeRole:
             lambda: engine_progress(self._parts.engine.status()),
             self._observer,
             faults_wanted(self._options),
+            self._parts.plane,
         )
         self.service.use(self._driver)
         self._parts.health.add(self._quarantine_problem)

@@ -53,8 +53,9 @@ def configure(
     ]
     rendering: list[structlog.typing.Processor] = (
         [
+            _without_control_characters,
             # Plain: the richer form shows local variables, prompts and keys among them.
-            structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback)
+            structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback),
         ]
         if as_text
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
@@ -67,6 +68,23 @@ def configure(
     _adopt_standard_logging(target, max(least, logging.WARNING), [*shared], rendering)
 
 
+def _without_control_characters(
+    _logger: Any, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """On a terminal what a stranger said must neither end a line nor move the cursor. (JSON escapes both by itself.)"""
+    return {
+        key: _escaped(value) if isinstance(value, str) and key != "exception" else value for key, value in event.items()
+    }
+
+
+def _escaped(text: str) -> str:
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )
+
+
 def get_logger() -> structlog.typing.FilteringBoundLogger:
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger()
     return logger
@@ -77,6 +95,11 @@ def bound(about: AttemptId | TransferId | None = None, **fields: Any) -> Iterato
     """Add fields to every line written inside; `about` adds request and attempt (and try)."""
     with structlog.contextvars.bound_contextvars(**naming(about), **fields):
         yield
+
+
+def bind(**fields: Any) -> None:
+    """Add fields to every line that the present task, and tasks that it starts, write from now on."""
+    structlog.contextvars.bind_contextvars(**fields)
 
 
 def naming(about: AttemptId | TransferId | None) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from prometheus_client import (
     generate_latest,
 )
 
+from foundation.ticket import TicketRefusal
+from foundation.tls import TLS_FAILURES
+
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they double every counter's lines and nothing reads them
 
 OTHER = "other"
@@ -40,7 +43,16 @@ GRAPH_FALLBACK_REASONS = ("prompt_chunks", "silent_rows", "kv_leaves", "no_bucke
 SCHEDULER_SKIP_REASONS = ("no_free_blocks", "token_budget", "max_num_seqs", "blocks_settling")
 LOCAL_PREFILL_REASONS = (
     *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "decode_is_faster"),
-    *("lane_broken", "refused", "silent", "prefill_stalled", "transfer_stalled", "peer_closed", "deadline", "transfer_failed"),
+    *(
+        "lane_broken",
+        "refused",
+        "silent",
+        "prefill_stalled",
+        "transfer_stalled",
+        "peer_closed",
+        "deadline",
+        "transfer_failed",
+    ),
 )
 SESSION_END_REASONS = (
     *("silent", "unresponsive", "idle", "closed_by_peer", "peer_closed", "peer_restarted", "replaced"),
@@ -89,6 +101,7 @@ DROPPED_REASONS = (
     *("wrong_incarnation", "late_wrong_incarnation", "repeated_hello", "unexpected_refusal", "no_session"),
     *("stream_lost", "resolved_already", "late_parcel", "late_session_closed", "failed_after_sealed"),
     *(f"{how}_{message}" for how in ("late", "unknown", "unexpected") for message in _MESSAGES),
+    *(refusal.value for refusal in TicketRefusal),
 )
 
 PLACEMENT_REASONS = (
@@ -183,6 +196,11 @@ class ServingMetrics:
         self.dropped_total = self._by_reason(
             "dropped_total", "Late, repeated or foreign messages that changed nothing", DROPPED_REASONS
         )
+        self.tls_failures_total = self._by_reason(
+            "tls_failures_total",
+            "TLS handshakes that failed: dialled from here, and of HTTPS clients; gRPC servers cannot tell",
+            TLS_FAILURES,
+        )
         self.ready = self._gauge("ready", "1 while /health says ready, else 0")
         self.not_ready_seconds = GaugeByState(
             "decant_not_ready_seconds",
@@ -229,7 +247,11 @@ class RouterMetrics(ServingMetrics):
         self.requests_refused_total = self._by_reason(
             "requests_refused_total",
             "Requests refused before they started",
-            ("invalid", "overloaded", "no_node", "draining", "deadline_unmeetable"),
+            (
+                *("invalid", "overloaded", "no_node", "draining", "deadline_unmeetable"),
+                *("missing_api_key", "invalid_api_key", "insufficient_scope"),
+                *("too_many_connections", "body_too_slow", "malformed_http"),
+            ),
         )
         self.request_attempts_total = self._by_reason(
             "request_attempts_total",
@@ -282,6 +304,9 @@ class NodeMetrics(ServingMetrics):
         )
         self.kv_transfer_failures_total = self._by_reason(
             "kv_transfer_failures_total", "Transfers that ended without all their KV", TRANSFER_FAILURE_REASONS
+        )
+        self.data_port_refusals = self._gauge(
+            "data_port_refusals", "Callers on the data port, since the start, that named no expected session"
         )
         self.kv_recomputed_tokens_total = self._counter(
             "kv_recomputed_tokens_total", "Prompt tokens computed here because a transfer did not bring their KV"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,13 @@ from foundation.config import (
 from foundation.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "DECANT_"
-ALWAYS_KNOWN_VARIABLES = frozenset({"DECANT_CACHE", "DECANT_CONFIG", "DECANT_TEST_FAULTS"})
-"""No option of any process: the cache folder, the way to say --config, and the faults that --enable-test-faults obeys."""
+ALWAYS_KNOWN_VARIABLES = frozenset(
+    {"DECANT_CACHE", "DECANT_CONFIG", "DECANT_TEST_FAULTS", "DECANT_API_KEY", "DECANT_ROUTER"}
+)
+"""No option of any process: the cache folder, the way to say --config, the faults that --enable-test-faults obeys, and what our
+own clients use. An API key is no option because command lines can be read by every process of the machine."""
+
+PASSWORD_IN_URL = re.compile(r"://[^@/:]*:[^@/]+@")
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -116,6 +122,13 @@ def _from_command_line(
     values = vars(known)
     config_file = values.pop("config", None)
     print_config = values.pop("print_config", False)
+    for name, value in values.items():
+        if isinstance(value, str) and PASSWORD_IN_URL.search(value):
+            raise ConfigurationError(
+                option_name(name),
+                "holds a password, which every process of this machine could read on a command line: "
+                f"say it in {variable_name(name)} or in the file of --config",
+            )
     return {name: Setting(value, "command line") for name, value in values.items()}, config_file, print_config
 
 

@@ -7,6 +7,7 @@ port has to be asked for without it.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -15,6 +16,14 @@ from urllib.parse import urlsplit
 from foundation.errors import ConfigurationError
 
 CONNECT_LIMIT_S = 1.0
+
+
+def is_only_of_this_machine(host: str) -> bool:
+    """Whether only processes of this machine can reach what listens on `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def require_free_port(setting: str, host: str, port: int, *, may_linger: bool = False) -> None:

@@ -20,6 +20,7 @@ from kv_transfer.protocol.events import MessageReceived, StreamLost, StreamOpene
 from kv_transfer.protocol.messages import Envelope
 from kv_transfer.pump import watched
 from kv_transfer.wire import WireRefusal, read_envelope, write_envelope
+from net.grpc_plane import IN_THE_CLEAR, GrpcPlane
 
 log = get_logger()
 
@@ -41,11 +42,16 @@ class ControlClient:
     """`refused(peer, reason)` counts messages that could not be read; each ends its stream."""
 
     def __init__(
-        self, emit: Callable[[StreamEvent], None], refused: Callable[[NodeId, str], None], dial_limit_s: float
+        self,
+        emit: Callable[[StreamEvent], None],
+        refused: Callable[[NodeId, str], None],
+        dial_limit_s: float,
+        plane: GrpcPlane = IN_THE_CLEAR,
     ) -> None:
         self._emit = emit
         self._refused = refused
         self._dial_limit_s = dial_limit_s
+        self._plane = plane
         self._dialled: dict[NodeId, _Dialled] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_dial_s: dict[NodeId, float] = {}
@@ -87,9 +93,9 @@ class ControlClient:
         reason = None
         while reason is None:
             await self._pause(peer, pause_s)
-            async with grpc.aio.insecure_channel(control_address, GRPC_OPTIONS) as channel:
+            async with self._plane.channel(control_address, GRPC_OPTIONS) as channel:
                 call: Call = channel.stream_stream(METHOD)()
-                if await self._accepted(call) and not dialled.closing:
+                if await self._accepted(peer, call) and not dialled.closing:
                     reason = await self._carry(peer, call, dialled)
                 call.cancel()
             if dialled.closing:
@@ -109,11 +115,15 @@ class ControlClient:
         self._last_dial_s[peer] = now_s + max(0.0, wait_s)
         await asyncio.sleep(max(0.0, wait_s))
 
-    async def _accepted(self, call: Call) -> bool:
+    async def _accepted(self, peer: NodeId, call: Call) -> bool:
         """Whether a servicer runs at the other end; a failed call has metadata too, but not this."""
         try:
             async with asyncio.timeout(self._dial_limit_s):
-                return WELCOME in tuple(await call.initial_metadata())
+                if WELCOME in tuple(await call.initial_metadata()):
+                    return True
+                if self._plane.identity is not None:
+                    self._plane.why_lost(peer, await call.code(), await call.details())
+                return False
         except (TimeoutError, grpc.RpcError):
             return False
 

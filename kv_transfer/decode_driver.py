@@ -49,6 +49,7 @@ from kv_transfer.transport.base import (
     Transport,
     credit_tag,
 )
+from net.grpc_plane import IN_THE_CLEAR, GrpcPlane
 
 log = get_logger()
 
@@ -89,6 +90,7 @@ class DecodeDriver:
         progress: ReadProgress,
         observer: TransferObserver,
         faults: Faults | None = None,
+        plane: GrpcPlane = IN_THE_CLEAR,
     ) -> None:
         self._identity = identity
         self._limits = limits
@@ -104,7 +106,7 @@ class DecodeDriver:
             self._handle, self._execute, self._busy, self._tick, self._clockwork.tick_s
         )
         self._copier.failure.add_done_callback(self._pump.fail_with)
-        self._streams = ControlClient(self._pump.emit, observer.dropped, limits.silence_limit_s)
+        self._streams = ControlClient(self._pump.emit, observer.dropped, limits.silence_limit_s, plane)
         self._sessions = DataSessions(self._pump.emit)
         staging = StagingMemory(limits.staging_bytes, slot_memory(pool, limits.staging_bytes, limits.slot_bytes))
         self._landings = Landings(transport, self._sessions, staging, self._pump.emit, observer.lane)

@@ -204,9 +204,9 @@ class PrefillDriver:
     # From decode nodes.
 
     def _receive(self, peer: NodeId, envelope: Envelope) -> None:
-        self._pump.emit(on.MessageReceived(peer, envelope, self._ticket_refusal(envelope)))
+        self._pump.emit(on.MessageReceived(peer, envelope, self._ticket_refusal(peer, envelope)))
 
-    def _ticket_refusal(self, envelope: Envelope) -> str:
+    def _ticket_refusal(self, peer: NodeId, envelope: Envelope) -> str:
         """Checking uses the ticket up, so an Ask that is repeated after a break, or meant for somebody else, is not checked."""
         ask = envelope.message
         if not isinstance(ask, Ask) or envelope.addressee != self._identity.incarnation:
@@ -216,7 +216,10 @@ class PrefillDriver:
         refusal = self._gate.check(
             ask.ticket, ask.transfer, envelope.sender, ask.prompt, ask.settled, self._loop.time()
         )
-        return refusal.value if refusal else ""
+        if refusal is None:
+            return ""
+        self._observer.dropped(peer, refusal.value)
+        return refusal.value
 
     # The protocol.
 

@@ -8,6 +8,7 @@ Must not know: roles, what routers do with an entry.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Protocol
 
 import grpc
@@ -16,9 +17,11 @@ from decant_proto.v1 import registry_pb2, registry_pb2_grpc
 from foundation.log import get_logger
 from foundation.registry_entry import ANNOUNCE_EVERY_S, LEASE_S, NodeEntry
 from foundation.registry_redis import RedisRegistry, RegistryUnavailable
+from net.grpc_plane import IN_THE_CLEAR, GrpcPlane
 from node.wire import entry_to_wire
 
 ANSWER_WITHIN_S = 2.0
+CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 2_000))
 
 log = get_logger()
 
@@ -48,32 +51,47 @@ class _Redis:
 
 
 class _Embedded:
-    def __init__(self, address: str) -> None:
-        options = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 2_000))
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+    """`metadata` goes with every call. A channel that failed is dialled anew, with certificates as they are then."""
+
+    def __init__(self, address: str, plane: GrpcPlane, metadata: Sequence[tuple[str, str]]) -> None:
+        self._address = address
+        self._plane = plane
+        self._metadata = tuple(metadata)
+        self._dial()
+
+    def _dial(self) -> None:
+        self._channel = self._plane.channel(self._address, CHANNEL_OPTIONS)
         self._stub = registry_pb2_grpc.RegistryStub(self._channel)
 
     async def announce(self, entry: NodeEntry, lease_s: float) -> None:
         request = registry_pb2.AnnounceRequest(entry=entry_to_wire(entry), lease_ms=round(lease_s * 1000))
         try:
-            await self._stub.Announce(request, timeout=ANSWER_WITHIN_S)
+            await self._stub.Announce(request, timeout=ANSWER_WITHIN_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise RegistryUnavailable(error.details()) from error
+            raise await self._lost(error) from error
 
     async def withdraw(self, entry: NodeEntry) -> None:
         request = registry_pb2.WithdrawRequest(node_id=entry.node_id, incarnation=entry.incarnation)
         try:
-            await self._stub.Withdraw(request, timeout=ANSWER_WITHIN_S)
+            await self._stub.Withdraw(request, timeout=ANSWER_WITHIN_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise RegistryUnavailable(error.details()) from error
+            raise await self._lost(error) from error
+
+    async def _lost(self, error: grpc.aio.AioRpcError) -> RegistryUnavailable:
+        await self._channel.close()
+        self._dial()
+        self._plane.why_lost(self._address, error.code(), error.details())
+        return RegistryUnavailable(error.details())
 
     async def close(self) -> None:
         await self._channel.close()
 
 
-def open_registry(address: str) -> Registry:
-    """ValueError when `address` is no Redis URL and no host:port."""
-    return _Redis(address) if "://" in address else _Embedded(address)
+def open_registry(address: str, plane: GrpcPlane = IN_THE_CLEAR, api_key: str | None = None) -> Registry:
+    """`plane` and `api_key` are for a router's. ValueError when `address` is no Redis URL and no host:port."""
+    if "://" in address:
+        return _Redis(address)
+    return _Embedded(address, plane, () if api_key is None else (("authorization", f"Bearer {api_key}"),))
 
 
 class Announcer:

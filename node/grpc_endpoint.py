@@ -14,10 +14,12 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from foundation.errors import ConfigurationError
+from net.grpc_plane import HANDSHAKE_LIMIT_MS, IN_THE_CLEAR, GrpcPlane
 
 LONGEST_MESSAGE_BYTES = 16 << 20
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_LIMIT_MS),
     ("grpc.max_receive_message_length", LONGEST_MESSAGE_BYTES),
     ("grpc.max_send_message_length", LONGEST_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
@@ -28,7 +30,8 @@ SERVER_OPTIONS = (
 
 
 class GrpcEndpoint:
-    def __init__(self) -> None:
+    def __init__(self, plane: GrpcPlane = IN_THE_CLEAR) -> None:
+        self._plane = plane
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = HealthServicer()
         self._ready: bool | None = None
@@ -44,7 +47,7 @@ class GrpcEndpoint:
         """The port it listens on (drawn when `port` is 0). Raises ConfigurationError naming the setting."""
         reflection.enable_server_reflection(self._service_names, self._server)
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._plane.add_port(self._server, f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigurationError("--control-port", f"cannot listen on {host}:{port}: is it in use?") from error
         await self._server.start()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import secrets
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -23,12 +24,14 @@ from decant_proto.v1 import node_pb2, node_pb2_grpc
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.port import EngineEvent
+from foundation.api_keys import api_key_of
 from foundation.health import Health
 from foundation.ids import Incarnation, NodeId
 from foundation.log import configure, get_logger
 from foundation.metrics import NodeMetrics
 from foundation.registry_entry import NodeEntry
 from foundation.tracing import NO_TRACER, Tracer, open_tracer
+from net.grpc_plane import IN_THE_CLEAR, GrpcPlane, internal_plane
 from node.announcer import Announcer, open_registry
 from node.detail import RecentFailures, TransfersNow, node_detail
 from node.engine_feed import EngineFeed
@@ -43,6 +46,8 @@ from node.wire import entry_to_wire, fingerprint_to_wire
 
 TEARDOWN_S = 2.0
 """Part of the drain grace that is kept for closing what listens."""
+
+LOADING = "loading_model"
 
 STREAM_GRACE_S = 0.5
 """For what was said last to reach routers and peers."""
@@ -99,6 +104,8 @@ class NodeParts:
     health: Health
     endpoint: GrpcEndpoint
     tracer: Tracer = NO_TRACER
+    plane: GrpcPlane = IN_THE_CLEAR
+    """How routers and other nodes are dialled."""
 
 
 Assemble = Callable[[NodeParts], Role]
@@ -114,6 +121,8 @@ def run_node(options: NodeOptions, assemble: Assemble) -> int:
         node=NodeId(options.node_id),
         incarnation=incarnation,
     )
+    for risk in options.risks():
+        log.warning("unsafe", risk=risk)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Host(options, incarnation).serve(assemble))
 
@@ -129,6 +138,14 @@ class _Host:
         self._options = options
         self._entry = NodeEntry(NodeId(options.node_id), options.role, options.control_address, incarnation)
         self._metrics = NodeMetrics()
+        self._plane = internal_plane(
+            options.tls_cert_file,
+            options.tls_key_file,
+            options.tls_ca_file,
+            server_name=options.tls_server_name,
+            own_name=options.advertise_address,
+            failed=self._metrics.tls_failures_total.count,
+        )
         self._feed: EngineFeed | None = None
         self._serving: _Serving | None = None
         self._announcer: Announcer | None = None
@@ -137,7 +154,7 @@ class _Host:
             f"decant-{options.role.value}",
             {"service.instance.id": options.node_id, "decant.incarnation": f"{incarnation:016x}"},
         )
-        self._state = "loading_model"
+        self._state = LOADING
         self._tasks: list[asyncio.Task[None]] = []
 
     async def serve(self, assemble: Assemble) -> int:
@@ -162,8 +179,10 @@ class _Host:
         gc.collect()
         gc.freeze()  # what was built stays: collections need not walk it again
         engine = EngineLink(ready.engine, loop)
-        endpoint = GrpcEndpoint()
-        role = assemble(NodeParts(self._entry, ready, engine, self._metrics, health, endpoint, self._tracer))
+        endpoint = GrpcEndpoint(self._plane)
+        role = assemble(
+            NodeParts(self._entry, ready, engine, self._metrics, health, endpoint, self._tracer, self._plane)
+        )
         feed = self._feed = EngineFeed(engine.status, self._metrics, ready.graphs)
         progress = EngineProgress(loop.time, max(self._options.silence_limit_s, 3 * ready.step_limit_s))
         health.add(lambda: progress.observe(engine.status().steps, engine.status().has_work))
@@ -200,7 +219,8 @@ class _Host:
     async def _serve_until_stopped(
         self, role: Role, streams: RouterStreams, endpoint: GrpcEndpoint, health: Health
     ) -> int:
-        announcer = self._announcer = Announcer(open_registry(self._options.registry), self._entry)
+        registry = open_registry(self._options.registry, self._plane, api_key_of(os.environ))
+        announcer = self._announcer = Announcer(registry, self._entry)
         self._state = ""
         announcing = self._background(announcer.run(), "announce")
         self._background(streams.push_status(), "push status")
@@ -298,6 +318,10 @@ class _Host:
 
     def _stop(self, failure: BaseException | None) -> None:
         """The first call decides; a second signal during a drain changes nothing, SIGKILL is there for the impatient."""
+        if failure is None and self._state == LOADING:
+            # Nobody knows of this node yet, and the thread that loads the model cannot be interrupted.
+            log.info("stopped while loading the model")
+            os._exit(0)
         if not self._stop_wanted.done():
             self._stop_wanted.set_result(failure)
 

@@ -12,6 +12,12 @@ from aiohttp import web
 
 from foundation.errors import ConfigurationError
 from foundation.health import Health
+from net.http_site import BoundedSite, head_limits
+
+LONGEST_HEADER_BYTES = 8190
+KEEP_ALIVE_S = 75.0
+MOST_CONNECTIONS = 256
+"""Probes and scrapers."""
 
 
 class HttpEndpoint:
@@ -31,12 +37,14 @@ class HttpEndpoint:
         application.router.add_get("/live", self._live)
         application.router.add_get("/health", self._ready)
         application.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(application, access_log=None)
+        self._runner = web.AppRunner(
+            application, access_log=None, **head_limits(LONGEST_HEADER_BYTES, KEEP_ALIVE_S, lambda: None)
+        )
 
     async def start(self, host: str, port: int) -> int:
         """The port it listens on (drawn when `port` is 0). Raises ConfigurationError naming the setting."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
+        site = BoundedSite(self._runner, MOST_CONNECTIONS, lambda: None, host=host, port=port)
         try:
             await site.start()
         except OSError as error:

@@ -12,7 +12,9 @@ from typing import ClassVar, Literal, NamedTuple
 
 from foundation.config import Options, derived, option
 from foundation.errors import ConfigurationError
+from foundation.ports import is_only_of_this_machine
 from foundation.registry_entry import Role
+from foundation.tls import internal_files
 from foundation.tracing import require_collector_address
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -148,6 +150,14 @@ class NodeOptions(Options):
         "address under which other machines reach this node",
     )
     registry: str = option("127.0.0.1:9000", "redis://... or host:port of a router's gRPC server, which embeds one")
+    tls_cert_file: str | None = option(
+        None, "this process's certificate among routers and nodes, all of which then ask each other for one"
+    )
+    tls_key_file: str | None = option(None, "its private key")
+    tls_ca_file: str | None = option(None, "the authority that signs routers and nodes")
+    tls_server_name: str | None = option(
+        None, "name in every node's and router's certificate (default: the address that is dialled)"
+    )
     enable_test_faults: bool = option(
         False, "obey DECANT_TEST_FAULTS, which harms transfers on purpose: for tests only"
     )
@@ -177,6 +187,7 @@ class NodeOptions(Options):
                 "--registry", f"must be redis://host:port or host:port of a router's gRPC server, not {self.registry!r}"
             )
         require_collector_address(self.otlp_traces_endpoint)
+        internal_files(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
         ports = {"--control-port": self.control_port, "--data-port": self.data_port, "--http-port": self.http_port}
         if len(set(ports.values())) < len(ports):
             raise ConfigurationError(" / ".join(ports), f"must differ, not {tuple(ports.values())}")
@@ -191,6 +202,15 @@ class NodeOptions(Options):
                 f"must hold at least two slots of --slot-bytes ({2 * slot_bytes} bytes), not {staging_bytes}",
             )
         return Staging(staging_bytes, slot_bytes)
+
+    def risks(self) -> list[str]:
+        """What is unsafe about these options, in sentences; nothing where only this machine is listened to."""
+        if self.tls_cert_file is not None or is_only_of_this_machine(self.host):
+            return []
+        return [
+            f"whoever reaches {self.host}, port {self.control_port}, may give this node work and read what passes there: "
+            "--tls-cert-file"
+        ]
 
     @property
     def control_address(self) -> str:

@@ -75,6 +75,8 @@ class PrefillRole:
 
     async def start(self) -> None:
         self._transport = open_transport(self._parts.ready.pool)
+        transport = self._transport
+        self._parts.metrics.data_port_refusals.set_function(lambda: transport.strangers_refused)
         data_address = await listen_for_data(self._transport, self._options)
         self._driver = PrefillDriver(
             node_identity(self._parts),

@@ -24,6 +24,7 @@ from foundation.ids import Incarnation, NodeId
 from foundation.log import get_logger
 from foundation.registry_entry import NodeEntry, Role
 from foundation.ticket import digest_of_fingerprint
+from net.grpc_plane import IN_THE_CLEAR, GrpcPlane
 from router.health import LinkState, NodeHealth, Status
 
 log = get_logger()
@@ -101,6 +102,7 @@ class NodeLink:
         timing: LinkTiming,
         listener: LinkListener,
         now: Callable[[], float],
+        plane: GrpcPlane = IN_THE_CLEAR,
     ) -> None:
         self.entry = entry
         self.health = NodeHealth(timing.silence_limit_s)
@@ -117,6 +119,7 @@ class NodeLink:
         self._timing = timing
         self._listener = listener
         self._now = now
+        self._plane = plane
         self._outgoing: deque[node_pb2.RouterMessage] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -189,7 +192,7 @@ class NodeLink:
 
     async def _one_stream(self) -> str:
         """Runs one stream to its end; why it ended."""
-        async with grpc.aio.insecure_channel(self.entry.control_address, options=CHANNEL_OPTIONS) as channel:
+        async with self._plane.channel(self.entry.control_address, CHANNEL_OPTIONS) as channel:
             call = node_pb2_grpc.NodeStub(channel).Attach()
             companions: list[asyncio.Task[None]] = []
             try:
@@ -207,7 +210,7 @@ class NodeLink:
                 ]
                 await self._read(call)
             except grpc.aio.AioRpcError as error:
-                return f"stream_{error.code().name.lower()}"
+                return self._plane.why_lost(self.node_id, error.code(), error.details())
             except TimeoutError:
                 return "silent_at_hello"
             except HelloRefused as refusal:

@@ -22,6 +22,7 @@ from foundation.log import get_logger
 from foundation.registry_entry import NodeEntry, Role
 from foundation.registry_redis import RegistryUnavailable
 from foundation.ticket import Ticket, digest_of_tokens, sign_ticket
+from net.grpc_plane import IN_THE_CLEAR, GrpcPlane
 from router.clients import Hello, LinkTiming, NodeLink
 from router.health import LinkState, Status
 from router.placement import Candidate, Disaggregate, NodeKey, NoPlacement, Placement, PrefixMemory, place
@@ -59,6 +60,7 @@ class Fleet:
         now: Callable[[], float],
         tokenizer_fingerprint: str | None = None,
         disaggregate: Disaggregate = Disaggregate.ALWAYS,
+        plane: GrpcPlane = IN_THE_CLEAR,
     ) -> None:
         """`tokenizer_fingerprint`: nodes with another one are given no work; None takes all."""
         self.registry_down_since_s: float | None = None
@@ -69,6 +71,7 @@ class Fleet:
         self._now = now
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._disaggregate = disaggregate
+        self._plane = plane
         self._links: dict[NodeId, NodeLink] = {}
         self._memory = PrefixMemory()
         self._withheld: set[NodeId] = set()
@@ -332,7 +335,7 @@ class Fleet:
         return _same_place(link, entry) and link.hello is not None and link.hello.incarnation == entry.incarnation
 
     def _add(self, entry: NodeEntry) -> None:
-        link = NodeLink(entry, self._router_id, self._timing, self, self._now)
+        link = NodeLink(entry, self._router_id, self._timing, self, self._now, self._plane)
         self._links[entry.node_id] = link
         link.start()
 

@@ -8,29 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import secrets
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import uvloop
-from decant_proto.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-    registry_pb2,
-    registry_pb2_grpc,
-)
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
-from grpc_reflection.v1alpha import reflection
 
 from foundation import log as logs
+from foundation.api_keys import ApiKeyStore, api_key_of
 from foundation.errors import ConfigurationError
 from foundation.health import Health
 from foundation.keys import MasterKeys, read_key_file
@@ -38,20 +27,25 @@ from foundation.metrics import RouterMetrics
 from foundation.model_folder import resolve_model_folder, served_model_name
 from foundation.ports import require_free_port
 from foundation.registry_redis import RedisRegistry
+from foundation.tls import RenewedContext
 from foundation.tracing import open_tracer
+from net.grpc_plane import GrpcPlane, internal_plane
+from router.access import Access
 from router.admin_service import AdminService
-from router.clients import LARGEST_MESSAGE_BYTES, LinkTiming
+from router.clients import LinkTiming
 from router.dispatch import Dispatcher, Limits
 from router.fleet import Fleet
+from router.grpc_front import GrpcFront, Services
 from router.inference_service import InferenceService
 from router.intake import Intake
 from router.live_page.board import Board
 from router.live_page.curves import Curves
 from router.live_page.endpoints import LivePage
+from router.openai.edge import HttpEdge, HttpLimits
 from router.openai.server import HttpServer
 from router.options import EMBEDDED, RouterOptions
 from router.placement import Disaggregate
-from router.registry import EmbeddedRegistry, NodeSource, RedisSource, RegistryService
+from router.registry import EmbeddedRegistry, NodeSource, RedisSource
 from router.request_trace import Traces
 from router.tokenizer import ModelText
 
@@ -59,7 +53,6 @@ log = logs.get_logger()
 
 HEALTH_EVERY_S = 0.25
 HTTP_BACKLOG = 1024
-GRPC_STOP_S = 1.0
 
 
 def run(options: RouterOptions) -> int:
@@ -69,18 +62,21 @@ def run(options: RouterOptions) -> int:
     template = Path(options.chat_template) if options.chat_template is not None else None
     text = ModelText.from_folder(resolve_model_folder(options.model, options.revision), template)
     require_free_port("--grpc-port", options.host, options.grpc_port)
+    api_keys = ApiKeyStore(_path(options.api_key_file), api_key_of(os.environ))
+    for risk in options.risks(api_keys_required=api_keys.required):
+        log.warning("unsafe", risk=risk)
     with listen("--http-port", options.host, options.http_port) as listener:
-        return uvloop.run(_serve_until_signalled(options, keys, text, listener))
+        return uvloop.run(_serve_until_signalled(options, keys, text, api_keys, listener))
 
 
 async def _serve_until_signalled(
-    options: RouterOptions, keys: MasterKeys, text: ModelText, listener: socket.socket
+    options: RouterOptions, keys: MasterKeys, text: ModelText, api_keys: ApiKeyStore, listener: socket.socket
 ) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    router = Router(options, keys, text)
+    router = Router(options, keys, text, api_keys)
     await router.start(listener)
     gc.collect()
     gc.freeze()  # what has been loaded stays: collections need not look at it again
@@ -91,29 +87,17 @@ async def _serve_until_signalled(
     return 0
 
 
-@dataclass(slots=True)
-class _GrpcHealth:
-    """gRPC health: `liveness` always serves; `readiness`, and the server as a whole, only while a request could be."""
-
-    servicer: health_aio.HealthServicer
-    serving: bool | None = None
-
-    async def show(self, ready: bool) -> None:
-        if ready == self.serving:
-            return
-        self.serving = ready
-        status = health_pb2.HealthCheckResponse
-        await self.servicer.set("liveness", status.SERVING)
-        for service in ("", "readiness"):
-            await self.servicer.set(service, status.SERVING if ready else status.NOT_SERVING)
-
-
 class Router:
     """All parts of one router; several may live in one process, as in tests. `start`, then `drain` if wanted, then `close`."""
 
-    def __init__(self, options: RouterOptions, keys: MasterKeys, text: ModelText) -> None:
+    def __init__(
+        self, options: RouterOptions, keys: MasterKeys, text: ModelText, api_keys: ApiKeyStore | None = None
+    ) -> None:
+        """Raises ConfigurationError when certificates are wrong. `api_keys` None: everybody is let in."""
         self.options = options
         self.metrics = RouterMetrics()
+        handshake_failed = self.metrics.tls_failures_total.count
+        plane = _internal_plane(options, handshake_failed)
         now = time.monotonic
         self.embedded = EmbeddedRegistry(now) if options.registry == EMBEDDED else None
         router_id = f"router-{secrets.token_hex(8)}"
@@ -125,6 +109,7 @@ class Router:
             now,
             text.fingerprint,
             Disaggregate(options.disaggregate),
+            plane,
         )
         limits = Limits(options.max_waiting_requests, options.max_waiting_tokens)
         self._tracer = open_tracer(options.otlp_traces_endpoint, "decant-router", {"service.instance.id": router_id})
@@ -143,29 +128,21 @@ class Router:
         self.health.add(self.fleet.problem)
         board = Board(self.fleet, self.dispatcher, self.health, self.intake.model_name, now)
         self._live_page = LivePage(board, Curves(self.metrics), now)
+        files = options.front_files()
+        tls = None if files is None else RenewedContext(files, handshake_failed)
+        refused = self.metrics.requests_refused_total.count
+        access = Access(api_keys or ApiKeyStore(None), refused)
+        edge = HttpEdge(_http_limits(options), access, tls, refused)
         self._http = HttpServer(
-            self.intake,
-            self.dispatcher,
-            self.fleet,
-            self.metrics,
-            self.health,
-            self._live_page,
-            options.max_body_bytes,
+            self.intake, self.dispatcher, self.fleet, self.metrics, self.health, self._live_page, edge
         )
-        self._grpc = grpc.aio.server(options=_grpc_options(options.max_body_bytes))
-        self._grpc_health = _GrpcHealth(health_aio.HealthServicer())
+        self._grpc = GrpcFront(options, access, GrpcPlane(None if tls is None else tls.identity), plane)
         self._health_task: asyncio.Task[None] | None = None
-        self.grpc_port = 0
 
     async def start(self, listener: socket.socket) -> None:
-        """Raises ConfigurationError naming --grpc-port when it cannot be listened on."""
-        self._add_services()
-        address = f"{self.options.host}:{self.options.grpc_port}"
-        try:
-            self.grpc_port = self._grpc.add_insecure_port(address)
-        except RuntimeError:
-            raise ConfigurationError("--grpc-port", f"cannot listen on {address}: is it in use?") from None
-        await self._grpc.start()
+        """Raises ConfigurationError naming the port that cannot be listened on."""
+        inference = InferenceService(self.intake, self.dispatcher, self.metrics)
+        await self._grpc.start(Services(inference, AdminService(self.fleet, self.dispatcher), self.embedded))
         self.fleet.start(self.dispatcher)
         await self._http.start(listener)
         self._live_page.start()
@@ -174,7 +151,7 @@ class Router:
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests and wait for those in flight."""
         self.dispatcher.draining = True
-        await self._grpc_health.show(False)
+        await self._grpc.show(ready=False)
         log.info("draining", requests=self.dispatcher.in_flight)
         try:
             await asyncio.wait_for(self.dispatcher.drained(), grace_s)
@@ -188,7 +165,7 @@ class Router:
             await asyncio.gather(self._health_task, return_exceptions=True)
         await self._live_page.close()
         await self._http.close()
-        await self._grpc.stop(GRPC_STOP_S)
+        await self._grpc.stop()
         await self.fleet.close()
         self._tracer.close()
 
@@ -204,25 +181,9 @@ class Router:
         limit = _least(self._own_context_limit, self.fleet.context_limit())
         return limit if limit is not None else 1 << 31
 
-    def _add_services(self) -> None:
-        services = [
-            inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
-            admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
-            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
-            reflection.SERVICE_NAME,
-        ]
-        service = InferenceService(self.intake, self.dispatcher, self.metrics)
-        inference_pb2_grpc.add_InferenceServicer_to_server(service, self._grpc)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.fleet, self.dispatcher), self._grpc)
-        health_pb2_grpc.add_HealthServicer_to_server(self._grpc_health.servicer, self._grpc)
-        if self.embedded is not None:
-            registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(self.embedded), self._grpc)
-            services.append(registry_pb2.DESCRIPTOR.services_by_name["Registry"].full_name)
-        reflection.enable_server_reflection(services, self._grpc)
-
     async def _follow_health(self) -> None:
         while True:
-            await self._grpc_health.show(not self.health.problems())
+            await self._grpc.show(ready=not self.health.problems())
             await asyncio.sleep(HEALTH_EVERY_S)
 
 
@@ -245,12 +206,23 @@ def listen(setting: str, host: str, port: int) -> socket.socket:
     return listener
 
 
-def _grpc_options(max_body_bytes: int) -> list[tuple[str, int]]:
-    return [
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", max_body_bytes),
-        ("grpc.max_send_message_length", LARGEST_MESSAGE_BYTES),
-    ]
+def _internal_plane(options: RouterOptions, failed: Callable[[str], None]) -> GrpcPlane:
+    files = (options.tls_cert_file, options.tls_key_file, options.tls_ca_file)
+    return internal_plane(*files, server_name=options.tls_server_name, failed=failed)
+
+
+def _http_limits(options: RouterOptions) -> HttpLimits:
+    return HttpLimits(
+        options.max_body_bytes,
+        options.max_header_bytes,
+        options.max_connections,
+        options.timeout_keep_alive_s,
+        options.request_read_timeout_s,
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text).expanduser()
 
 
 def _least(*limits: int | None) -> int | None:

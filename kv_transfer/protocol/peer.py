@@ -110,6 +110,11 @@ def hello_mismatch(ours: Hello, theirs: Hello, cut: CutParcels) -> str | None:
     return None
 
 
+def agreed_minor(ours: Hello, theirs: Hello) -> int:
+    """The minor version that a pair speaks: what only a later one knows is not said to the other."""
+    return min(ours.protocol_minor, theirs.protocol_minor)
+
+
 class Outbox(Generic[Effect]):
     """The effects of one turn, in order."""
 

@@ -6,7 +6,6 @@ Must not know: how answers are made.
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from time import time
@@ -21,12 +20,11 @@ from router.fleet import Fleet
 from router.generation import Refusal, RefusalKind, RequestRefused
 from router.intake import Intake
 from router.live_page.endpoints import LivePage
+from router.openai.edge import Handler, HttpEdge
 from router.openai.endpoints import Endpoints
 from router.openai.errors import error_response, plain_error_response
 
 log = get_logger()
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
@@ -42,16 +40,16 @@ class HttpServer:
         metrics: RouterMetrics,
         health: Health,
         live_page: LivePage,
-        max_body_bytes: int,
+        edge: HttpEdge,
     ) -> None:
         self._intake = intake
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._metrics = metrics
         self._readiness = health
-        self._max_body_bytes = max_body_bytes
+        self._edge = edge
         self._started_at = int(time())
-        application = web.Application(client_max_size=max_body_bytes, middlewares=[self._refusals])
+        application = web.Application(client_max_size=edge.limits.body_bytes, middlewares=[self._refusals, edge.admit])
         endpoints = Endpoints(intake, dispatcher)
         application.add_routes(
             [
@@ -69,12 +67,12 @@ class HttpServer:
                 *live_page.routes(),
             ]
         )
-        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = edge.runner(application)
 
     async def start(self, listener: socket.socket) -> None:
         """Serves on a socket that is already listening."""
         await self._runner.setup()
-        await web.SockSite(self._runner, listener, backlog=1024).start()
+        await self._edge.site(self._runner, listener).start()
 
     async def close(self) -> None:
         await self._runner.cleanup()
@@ -107,7 +105,7 @@ class HttpServer:
 
     def _too_large(self) -> web.Response:
         self._metrics.requests_refused_total.count("invalid")
-        message = f"the body may have at most {self._max_body_bytes} bytes"
+        message = f"the body may have at most {self._edge.limits.body_bytes} bytes"
         return error_response(Refusal(RefusalKind.TOO_LARGE, message, code="body_too_large"))
 
     # --- what operators ask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,9 +161,13 @@ def new_request_id() -> str:
     return f"request-{next(_request_numbers)}"
 
 
+def attached(control_address: str, router_id: str = "test-router") -> AbstractAsyncContextManager[RouterClient]:
+    return attached_over(grpc.aio.insecure_channel(control_address), router_id)
+
+
 @asynccontextmanager
-async def attached(control_address: str, router_id: str = "test-router") -> AsyncIterator[RouterClient]:
-    async with grpc.aio.insecure_channel(control_address) as channel:
+async def attached_over(opened: grpc.aio.Channel, router_id: str = "test-router") -> AsyncIterator[RouterClient]:
+    async with opened as channel:
         stream: Any = node_pb2_grpc.NodeStub(channel).Attach()
         hello = node_pb2.RouterHello(router_id=router_id, lease_ms=LEASE_MS)
         await stream.write(node_pb2.RouterMessage(hello=hello))

@@ -14,6 +14,7 @@ import aiohttp
 import openai
 from router_fake_node import FakeNode, running
 
+from foundation.api_keys import ApiKeyStore
 from foundation.keys import MasterKeys, draw_master_keys
 from router.main import Router, listen
 from router.options import RouterOptions
@@ -84,7 +85,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def router_with(
-    folder: Path, *nodes: FakeNode, wait_ready: bool = True, **options: Any
+    folder: Path, *nodes: FakeNode, wait_ready: bool = True, api_key: str | None = None, **options: Any
 ) -> AsyncIterator[RouterUnderTest]:
     """A router and these nodes, connected. The embedded registry is used unless `registry` is given."""
     keys = draw_master_keys()
@@ -104,7 +105,8 @@ async def router_with(
         }
     )
     async with running(*nodes), aiohttp.ClientSession() as http:
-        router = Router(settings, keys, text)
+        key_file = options.get("api_key_file")
+        router = Router(settings, keys, text, ApiKeyStore(key_file and Path(key_file), api_key))
         await router.start(listen("--http-port", "127.0.0.1", port))
         try:
             if router.embedded is not None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from decant.doctor import Grade, lane_finding, model_problem, transports_of
+import pytest
+
+from decant.doctor import Grade, exposure, lane_finding, model_problem, transports_of
+from decant.local_cluster import read_request
 
 UCX_LISTING = """
 #      resource 0  :  md 0  dev 0  flags -- self/memory
@@ -40,3 +43,27 @@ def test_a_folder_without_weights_or_tokenizer_is_told_what_it_lacks(tmp_path: P
     assert "no *.safetensors" in str(model_problem(tmp_path))
     (tmp_path / "model.safetensors").touch()
     assert model_problem(tmp_path) is None
+
+
+def said_about(*arguments: str, **environment: str) -> list[tuple[Grade, str]]:
+    request = read_request(["--model=toy", *arguments], environment, "decant doctor", "")
+    return [(found.grade, found.text) for found in exposure(request.cluster(Path("unused")), environment)]
+
+
+def test_what_only_this_machine_reaches_is_safe() -> None:
+    assert [grade for grade, _ in said_about()] == [Grade.OK]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "risks"),
+    [
+        ((), {}, ["--ssl-certfile", "--api-key-file", "--tls-cert-file", "--tls-cert-file"]),
+        ((), {"DECANT_API_KEY": "x" * 16}, ["--ssl-certfile", "--tls-cert-file"]),
+        (("--api-key-file=keys", "--ssl-certfile=public.pem"), {}, ["--tls-cert-file"]),
+    ],
+)
+def test_what_others_could_read_or_ask_is_unsafe_and_the_option_against_it_is_named(
+    arguments: tuple[str, ...], environment: dict[str, str], risks: list[str]
+) -> None:
+    found = said_about("--host=0.0.0.0", *arguments, **environment)
+    assert [text.rpartition(": ")[2] for grade, text in found if grade is Grade.UNSAFE] == risks

@@ -155,9 +155,17 @@ def test_options_made_in_code_are_checked_too() -> None:
 
 
 def test_a_password_in_a_url_is_not_printed() -> None:
-    text = parsed("--name=redis://user:secret@host:6379/0").describe()
+    text = parsed(environment={"DECANT_NAME": "redis://user:secret@host:6379/0"}).describe()
     assert "secret" not in text
     assert "redis://***@host:6379/0" in text
+
+
+def test_a_password_on_a_command_line_is_refused_and_not_repeated() -> None:
+    message = refusal("--name=redis://user:secret@host:6379/0")
+    assert message.startswith("--name: holds a password")
+    assert "DECANT_NAME" in message
+    assert "secret" not in message
+    assert parsed("--name=redis://user@host:6379/0").options.name == "redis://user@host:6379/0"
 
 
 @given(

@@ -70,3 +70,19 @@ def test_a_traceback_shows_no_local_variables(stream: io.StringIO) -> None:
 def test_less_than_the_least_level_is_not_written(stream: io.StringIO) -> None:
     get_logger().debug("noise")
     assert stream.getvalue() == ""
+
+
+def test_on_a_terminal_what_a_stranger_said_can_neither_end_a_line_nor_move_the_cursor() -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    target = io.StringIO()
+    configure("info", "console", role="router", stream=target)
+    try:
+        get_logger().info("refused", path="/x\n2026 fake line \x1b[2J\x9b31m\u202e", peer="d\r0")
+    finally:
+        structlog.reset_defaults()
+        root.handlers, root.level = handlers, level
+    text = target.getvalue()
+    assert text.count("\n") == 1
+    assert not any(character in text for character in "\r\x1b\x9b\u202e")
+    assert "2026 fake line" in text

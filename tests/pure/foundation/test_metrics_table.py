@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 RULES = ROOT / "deploy" / "prometheus" / "rules" / "decant.yml"
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 RUNBOOK = ROOT / "docs" / "runbook.md"
-ROOMS = ("foundation", "engine", "kv_transfer", "node", "prefill_node", "decode_node", "router", "decant")
+ROOMS = ("foundation", "net", "engine", "kv_transfer", "node", "prefill_node", "decode_node", "router", "decant")
 OF_EVERY_PROCESS = {"process_start_time_seconds", "process_resident_memory_bytes"}
 BOUNDED = {"peer", "lane"}
 """Labels without declared values, which `LaneSpeeds` keeps few."""

