@@ -19,7 +19,7 @@ from foundation.registry_entry import Role
 from router.clients import NodeLink
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
-from router.health import Status
+from router.health import LinkState, Status
 
 GONE_SHOWN_S = 600.0
 MOST_GONE = 32
@@ -130,7 +130,8 @@ class Board:
         }
 
     def _detail(self, link: NodeLink, now_s: float) -> node_pb2.NodeDetail | None:
-        return link.detail if now_s - link.detail_s <= DETAIL_GOOD_FOR_S else None
+        attached = link.health.state in (LinkState.READY, LinkState.SUSPECT)
+        return link.detail if attached and now_s - link.detail_s <= DETAIL_GOOD_FOR_S else None
 
     def _detail_of(self, link: NodeLink, now_s: float) -> dict[str, Any] | None:
         detail = self._detail(link, now_s)
