@@ -129,9 +129,8 @@ def aiperf_report(setting: Setting, output: str) -> Counted:
 
 
 def _total(found: dict[str, Any], total: str, each: str) -> int:
-    if total in found:
-        return round(found[total]["avg"])
-    return round(found[each]["avg"] * found["request_count"]["avg"])
+    count = found[total]["avg"] if total in found else found[each]["avg"] * found["request_count"]["avg"]
+    return int(round(count))
 
 
 # --- guidellm

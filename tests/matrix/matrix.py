@@ -104,7 +104,7 @@ def join_stream(chunks: list[Mapping[str, Any]]) -> Answer:
         if chunk.get("usage"):
             usage, usages = counts(chunk["usage"]), usages + 1
         for choice in chunk["choices"]:
-            empty = {"text": "", "tool_calls": [], "logprobs": None, "token_ids": []}
+            empty: dict[str, Any] = {"text": "", "tool_calls": [], "logprobs": None, "token_ids": []}
             joined = choices.setdefault(choice["index"], empty)
             delta = choice.get("delta", {"content": choice.get("text")})
             joined["text"] += delta.get("content") or ""

@@ -79,6 +79,7 @@ class Answer:
         return str(self.choices[0]["finish_reason"])
 
 
+Asked = Mapping[str, Any] | Callable[[Answer], Mapping[str, Any]]
 Check = Callable[[Answer, Answer], bool]
 """Of the answer, beside the plain one."""
 
@@ -87,7 +88,7 @@ Check = Callable[[Answer, Answer], bool]
 class Row:
     field: str
     path: str
-    asked: Mapping[str, Any] | Callable[[Answer], Mapping[str, Any]]
+    asked: Asked
     check: Check
     """A refusal, too, is compared with what is expected."""
     refused: str = ""
@@ -128,7 +129,7 @@ def calls_the_tool(answer: Answer, _: Answer) -> bool:
     return call["function"]["name"] == "find_bridge" and is_city(call["function"]["arguments"])
 
 
-def _both(name: str, asked: Any, check: Check) -> list[Row]:
+def _both(name: str, asked: Asked, check: Check) -> list[Row]:
     return [Row(name, path, asked, check) for path in (COMPLETIONS, CHAT)]
 
 

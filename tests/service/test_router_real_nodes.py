@@ -266,7 +266,7 @@ async def test_f10_http_clients_that_leave_at_any_moment_free_everything_on_ever
     await until(lambda: router.router.dispatcher.in_flight == 0)
 
     async def held() -> dict[str, float]:
-        found = {}
+        found: dict[str, float] = {}
         for name, node in cluster.nodes.items():
             async with router.http.get(f"http://127.0.0.1:{node.http_port}/metrics") as response:
                 lines = (await response.text()).splitlines()
