@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from compose_files import COMPOSE_FILES, HOSTS, ONE_MACHINE, ROOT, services
+from compose_spec import PyCompose
 
 from decant.processes import ALL_FIELDS
 from foundation.config import Options
@@ -133,3 +134,17 @@ def test_what_is_built_into_images_reaches_the_builder() -> None:
             for source in line.split()[1:-1]:
                 found = source in (".", "${UCX_ARCHIVE}") or any(Path(source).match(pattern) for pattern in allowed)
                 assert found, f"{source} is kept from the builder"
+
+
+@pytest.mark.parametrize("path", COMPOSE_FILES, ids=lambda path: path.name)
+def test_compose_2_reads_the_file(path: Path) -> None:
+    """By the Compose specification; merges and variables are resolved first, as Compose does."""
+    content = {"services": services(path)} | {
+        key: value for key, value in yaml.safe_load(path.read_text()).items() if key in ("networks", "volumes")
+    }
+    assert set(PyCompose.from_yaml(yaml.safe_dump(content)).service_names()) == set(content["services"])
+
+
+def test_the_specification_refuses_what_is_no_key() -> None:
+    with pytest.raises(ValueError, match="portz"):
+        PyCompose.from_yaml("services: {a: {image: x, portz: [1]}}")
