@@ -16,11 +16,14 @@
 #   make diagrams                                    draw the state diagrams of docs/protocol.md from the tables
 #   make metrics                                     write docs/metrics.md from the metrics; the diff is the review
 #   make chaos FAULTS=200 [SEED=k] [MODEL=random|toy|real] [ARGS="--keep DIR"]   harm real processes and links under load (root)
+#   make failover [STREAMS=100] [SEED=k] [MODEL=random|toy|real]   take the decode node from live streams in five ways (root)
 #   make matrix [MODEL=path]                         every field of the API through P and D, beside one process alone
 #   make clients [PEER_VENV=path] [ARGS="--only aiperf"]   unmodified openai, aiperf, guidellm and vllm bench serve against a router
 #   make compose-test [ARGS="-k hosts"]              build the images, run compose, kill, cut off and restart what runs (root, dockerd)
 #   make bench-transfer [ARGS="--rounds 8"]          GB/s of a transfer beside ucx_perftest; what digests cost; protocol events/s
 #   make bench-router [MODEL=path] [ARGS="--requests 100000"]  what one router costs, in front of a node that answers at once
+#   make bench-router-peers [PEER_VENV=path] [SGLANG_PYTHON=path]   the same beside vllm-router and sglang-router
+#   make bench-disaggregate [ARGS="--rounds 3"]        --disaggregate auto against always and never, on a fast and a slow link (root)
 #   make bench-peer [PEER_VENV=path] [MODEL=path]      Decant beside vLLM's CPU build, which it installs where PEER_VENV has none
 #   make gpu, make bench-gpu                         on a GPU machine, without network: its tests, the engine's figures (one GPU)
 #   make bench-two-gpus [ARGS="--minutes 8"]         prefill on one GPU, decode on another, against both colocated on each
@@ -141,6 +144,12 @@ chaos: install-dev
 	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/chaos/chaos_run.py --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
 		$(if $(MODEL),--model $(MODEL)) $(ARGS)
 
+STREAMS ?= 100
+
+failover: install-dev
+	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/chaos/failover_run.py --streams $(STREAMS) $(if $(SEED),--seed $(SEED)) \
+		$(if $(MODEL),--model $(MODEL)) $(ARGS)
+
 matrix: install-dev
 	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/matrix/matrix.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
@@ -156,7 +165,20 @@ bench-router: install-dev
 	@$(BIN)/python -m bench.router \
 		--model "$$($(if $(MODEL),echo '$(MODEL)',$(BIN)/python -m decant.default_model))" $(ARGS)
 
+bench-disaggregate: install-dev
+	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/chaos/disaggregate_run.py $(ARGS)
+
 PEER_VENV ?= build/peer-venv
+SGLANG_PYTHON ?= build/sglang-router-venv/bin/python
+
+# sglang-router is small; it gets an environment of its own beside the peer's.
+$(SGLANG_PYTHON):
+	$(PYTHON) -m venv $(dir $(SGLANG_PYTHON))..
+	$(SGLANG_PYTHON) -m pip install -qq --disable-pip-version-check sglang-router
+
+bench-router-peers: install-dev $(PEER_VENV)/bin/vllm-router $(SGLANG_PYTHON)
+	@$(BIN)/python -m bench.router_peers --vllm-router '$(PEER_VENV)/bin/vllm-router' --sglang-python '$(SGLANG_PYTHON)' \
+		--model "$$($(if $(MODEL),echo '$(MODEL)',$(BIN)/python -m decant.default_model))" $(ARGS)
 
 # Made by its script unless it is there: about 5 minutes and 4 GiB.
 $(PEER_VENV)/bin/vllm-router:

@@ -1,7 +1,8 @@
 """The router's price: one router process in front of a node that answers at once. `python -m bench.router --model DIR`.
 
 - `whole`: answers of one token, not streamed; time at one client, requests a second at 32.
-- `stream`: 16 streams at once, one event a token, detokenization included; events a second, and time to the first at one client.
+- `stream`: 16 streams at once, detokenization included; events a second, and time to the first at one client. A router that is
+  slower than its node puts several tokens into one event: tokens a second says so.
 - `memory`: resident memory of the router as requests go by.
 
 The node's share (a gRPC round trip and its Python) is in all figures, so they are upper bounds of what a router adds. The client
@@ -29,7 +30,7 @@ from foundation.keys import draw_master_keys, write_key_file
 from router.tokenizer import ModelText
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
-CLIENTS, STREAMS, STREAM_TOKENS = 32, 16, 256
+CLIENTS, STREAMS, STREAM_TOKENS, STREAMED_ANSWERS = 32, 16, 256, 16
 WARM_UP = 200
 
 
@@ -39,6 +40,9 @@ class Prices:
     whole_p99_ms: float
     requests_per_s: float
     events_per_s: float
+    tokens_per_s: float
+    longest_gap_ms: float
+    """Longest time that one of the streams went without an event."""
     first_event_p50_ms: float
     router_cpu_us_a_request: float
     """What the router's process itself used, which others on the machine disturb least: 1,000 us are 1,000 requests/s a core."""
@@ -47,6 +51,15 @@ class Prices:
     memory_growth_mib: float
     cores: int
     load_average: float
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """One streamed answer: seconds to its first event, longest time between reads, and events with a choice."""
+
+    first_s: float
+    longest_gap_s: float
+    events: int
 
 
 class Connection:
@@ -82,20 +95,21 @@ class Connection:
         await self._reader.readexactly(length)
         return time.perf_counter() - begun
 
-    async def stream(self, tokens: int) -> tuple[float, int]:
-        """Seconds to the first event, and all events with a choice."""
+    async def stream(self, tokens: int) -> Streamed:
         begun = time.perf_counter()
         self._send(tokens, stream=True)
         head = await self._reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
-        first_s, events, tail = 0.0, 0, b""
+        first_s, longest_gap_s, events, tail = 0.0, 0.0, 0, b""
+        heard = time.perf_counter()
         while not tail.endswith(b"0\r\n\r\n"):
             data = await self._reader.read(1 << 16)
             assert data, "the stream was cut"
-            first_s = first_s or time.perf_counter() - begun
+            now = time.perf_counter()
+            first_s, longest_gap_s, heard = first_s or now - begun, max(longest_gap_s, now - heard), now
             events += data.count(b"data: {")
             tail = (tail + data)[-8:]
-        return first_s, events
+        return Streamed(first_s, longest_gap_s, events)
 
     def close(self) -> None:
         self._writer.close()
@@ -107,7 +121,7 @@ async def measure(port: int, model: str, found: System, requests: int) -> Prices
     for _ in range(WARM_UP):
         await one.whole()
     singles = sorted([await one.whole() for _ in range(min(requests, 1000))])
-    firsts = [(await one.stream(2))[0] for _ in range(200)]
+    firsts = [(await one.stream(2)).first_s for _ in range(200)]
     one.close()
 
     many = [await Connection(port, model).open() for _ in range(CLIENTS)]
@@ -124,8 +138,10 @@ async def measure(port: int, model: str, found: System, requests: int) -> Prices
     growth_mib = _resident_mib(router_pid) - before_mib
 
     before_cpu_s, begun = found.cpu_seconds()["router"], time.perf_counter()
-    streamed = await asyncio.gather(*(_streams(connection, 4) for connection in many[:STREAMS]))
-    events_per_s = sum(streamed) / (time.perf_counter() - begun)
+    answers = await asyncio.gather(*(_streams(connection, STREAMED_ANSWERS) for connection in many[:STREAMS]))
+    streaming_s = time.perf_counter() - begun
+    streamed = [answer for answers_of_one in answers for answer in answers_of_one]
+    events = sum(answer.events for answer in streamed)
     stream_cpu_s = found.cpu_seconds()["router"] - before_cpu_s
     for connection in many:
         connection.close()
@@ -133,10 +149,12 @@ async def measure(port: int, model: str, found: System, requests: int) -> Prices
         whole_p50_ms=1000 * statistics.median(singles),
         whole_p99_ms=1000 * singles[len(singles) * 99 // 100],
         requests_per_s=requests_per_s,
-        events_per_s=events_per_s,
+        events_per_s=events / streaming_s,
+        tokens_per_s=STREAM_TOKENS * len(streamed) / streaming_s,
+        longest_gap_ms=1000 * max(answer.longest_gap_s for answer in streamed),
         first_event_p50_ms=1000 * statistics.median(firsts),
         router_cpu_us_a_request=1e6 * whole_cpu_s / asked,
-        router_cpu_us_an_event=1e6 * stream_cpu_s / sum(streamed),
+        router_cpu_us_an_event=1e6 * stream_cpu_s / events,
         requests=requests,
         memory_growth_mib=growth_mib,
         cores=len(os.sched_getaffinity(0)),
@@ -144,8 +162,8 @@ async def measure(port: int, model: str, found: System, requests: int) -> Prices
     )
 
 
-async def _streams(connection: Connection, count: int) -> int:
-    return sum([(await connection.stream(STREAM_TOKENS))[1] for _ in range(count)])
+async def _streams(connection: Connection, count: int) -> list[Streamed]:
+    return [await connection.stream(STREAM_TOKENS) for _ in range(count)]
 
 
 def _resident_mib(pid: int) -> float:

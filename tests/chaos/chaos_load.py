@@ -134,22 +134,11 @@ class Load:
             await asyncio.sleep(0.1)  # an error that comes at once must not become a storm
 
     async def _judge(self, answer: Answer) -> None:
-        expected, question = self._expected[answer.question], self._questions[answer.question]
-        if answer.tokens == expected:
-            return
-        pairs = zip(answer.tokens, expected, strict=False)
-        first = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-        label = f"question {answer.question}, token {first}"
-        if first is None or len(answer.tokens) != len(expected):
-            self.verdict.wrong.append(f"{label}: {len(answer.tokens)} tokens instead of {len(expected)}")
-            return
-        if self._model.exact:
-            self.verdict.wrong.append(f"{label}: {answer.tokens[first]} instead of {expected[first]}")
-            return
-        history = (*question.prompt, *expected[:first])
-        margin = await asyncio.to_thread(self._model.margin, history, question.temperature, question.seed)
-        told = f"{label}: {answer.tokens[first]} instead of {expected[first]}, margin {margin:.2e}"
-        (self.verdict.near_ties if margin < NEAR_TIE_MARGIN else self.verdict.wrong).append(told)
+        question = self._questions[answer.question]
+        found = await unequal(self._model, question, self._expected[answer.question], answer.tokens)
+        if found is not None:
+            told = f"question {answer.question}, {found.told}"
+            (self.verdict.near_ties if found.near_tie else self.verdict.wrong).append(told)
 
     async def _ask(self, index: int) -> Answer:
         question = self._questions[index]
@@ -177,6 +166,30 @@ class Load:
                 heard = now
             tokens += [token.token_id for token in response.tokens]
         return Answer(index, begun, time.time(), first_s, longest_s, tuple(tokens))
+
+
+@dataclass(frozen=True)
+class Unequal:
+    told: str
+    near_tie: bool
+
+
+async def unequal(
+    model: ServedModel, question: Question, expected: tuple[int, ...], tokens: tuple[int, ...]
+) -> Unequal | None:
+    """Where two answers to a question part; None when they are the same."""
+    if tokens == expected:
+        return None
+    pairs = zip(tokens, expected, strict=False)
+    first = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    if first is None or len(tokens) != len(expected):
+        return Unequal(f"token {first}: {len(tokens)} tokens instead of {len(expected)}", near_tie=False)
+    told = f"token {first}: {tokens[first]} instead of {expected[first]}"
+    if model.exact:
+        return Unequal(told, near_tie=False)
+    history = (*question.prompt, *expected[:first])
+    margin = await asyncio.to_thread(model.margin, history, question.temperature, question.seed)
+    return Unequal(f"{told}, margin {margin:.2e}", margin < NEAR_TIE_MARGIN)
 
 
 def usual_seconds(answers: list[Answer], harmed: list[tuple[float, float]]) -> dict[int, float]:
