@@ -130,7 +130,8 @@ def aiperf_report(setting: Setting, output: str) -> Counted:
 
 def _total(found: dict[str, Any], total: str, each: str) -> int:
     count = found[total]["avg"] if total in found else found[each]["avg"] * found["request_count"]["avg"]
-    return int(round(count))
+    total_tokens: int = round(count)
+    return total_tokens
 
 
 # --- guidellm
