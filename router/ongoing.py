@@ -134,6 +134,8 @@ class Ongoing:
     def output(self, output: node_pb2.RequestOutput) -> None:
         """What a node says of one of this request's attempts."""
         tokens = output.tokens
+        if self.stream.cached_tokens is None and output.HasField("prompt_account"):
+            self.stream.cached_tokens = min(output.prompt_account.cached, len(self.generation.prompt))
         if self._attempt_speaks and not output.finish_reason and len(tokens) == 1:
             token = tokens[0]
             if self.journey.extend(output.attempt, token.position, token.token_id):
@@ -143,8 +145,6 @@ class Ongoing:
                 self._last_token_s = now_s
                 self.stream.deliver_one(tokens)
                 return
-        if output.HasField("prompt_account") and self.stream.cached_tokens is None:
-            self.stream.cached_tokens = min(output.prompt_account.cached, len(self.generation.prompt))
         ending = _ENDINGS.get(output.finish_reason)
         retry_after_s = output.retry_after_ms / 1000
         self.handle(Output(output.attempt, tokens, ending, output.failure, output.retryable, retry_after_s))
