@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,12 @@ def test_what_is_built_into_images_reaches_the_builder() -> None:
             for source in line.split()[1:-1]:
                 found = source in (".", "${UCX_ARCHIVE}") or any(Path(source).match(pattern) for pattern in allowed)
                 assert found, f"{source} is kept from the builder"
+
+
+def test_every_room_reaches_the_builder() -> None:
+    allowed = {line[1:].strip() for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {room.removesuffix("*") for room in found} <= allowed
 
 
 @pytest.mark.parametrize("path", COMPOSE_FILES, ids=lambda path: path.name)
