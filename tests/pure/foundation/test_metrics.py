@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foundation.metrics import DROPPED_REASONS, TRANSFER_FAILURE_REASONS, NodeMetrics, RouterMetrics
+from foundation.metrics import DROPPED_REASONS, LANES_SHOWN, TRANSFER_FAILURE_REASONS, NodeMetrics, RouterMetrics
 
 SERVING = (
     "time_to_first_token_seconds_count",
@@ -57,6 +57,29 @@ def test_a_reason_that_nobody_declared_is_counted_as_other() -> None:
     assert found['decant_kv_transfer_failures_total{reason="bad_digest"}'] == 2
     assert found['decant_kv_transfer_failures_total{reason="other"}'] == 1
     assert not any("made up" in name for name in found)
+
+
+def test_of_lanes_only_those_measured_last_are_exported() -> None:
+    metrics = NodeMetrics()
+    for number in range(LANES_SHOWN + 10):
+        metrics.kv_lane_gigabytes_per_second.set(f"p{number}", "tcp", float(number))
+    metrics.kv_lane_gigabytes_per_second.set("p20", "tcp", 77.0)
+    shown = {name: value for name, value in samples(metrics).items() if "kv_lane" in name}
+    assert len(shown) == LANES_SHOWN
+    assert shown['decant_kv_lane_gigabytes_per_second{lane="tcp",peer="p20"}'] == 77
+    assert not any('peer="p9"' in name for name in shown)
+
+
+def test_problems_are_shown_with_their_ages_and_go_back_to_nothing() -> None:
+    metrics = NodeMetrics()
+    metrics.show_problems({"engine_stalled": 12.5, "something new": 3.0})
+    found = samples(metrics)
+    assert found["decant_ready"] == 0
+    assert found['decant_not_ready_seconds{reason="engine_stalled"}'] == 12.5
+    assert found['decant_not_ready_seconds{reason="other"}'] == 3
+    metrics.show_problems({})
+    assert samples(metrics)["decant_ready"] == 1
+    assert sum(value for name, value in samples(metrics).items() if "not_ready" in name) == 0
 
 
 def test_two_objects_in_one_process_do_not_share_counts() -> None:
