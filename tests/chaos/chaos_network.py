@@ -80,6 +80,8 @@ class Network:
         try:
             for host in self._numbers:
                 self._add(host)
+            # Hosts inherit the machine's setting, and a sink that passes on what it gets cuts nothing.
+            self._output([*self.command(SINK), "sh", "-c", "echo 0 > /proc/sys/net/ipv4/ip_forward"])
             for host in self._numbers:
                 self._run([self._neighbour(other, other) for other in self._numbers if other != host], host)
         except BaseException:
