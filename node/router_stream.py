@@ -24,6 +24,7 @@ SHORTEST_LEASE_S = 0.1
 LONGEST_LEASE_S = 600.0
 OUTBOX_LIMIT = 4096
 """Messages that may wait for one slow router; beyond it the router is detached, which cancels its requests."""
+OUTBOX_FULL = "outbox_full"
 MOST_ROUTERS = 64
 STATUS_AT_MOST_EVERY_S = 0.05
 DETAIL_AT_MOST_EVERY_S = 0.2
@@ -49,7 +50,7 @@ class Attachment:
         if not self.open:
             return
         if self._outbox.qsize() >= OUTBOX_LIMIT - 1:
-            self.close("outbox_full")
+            self.close(OUTBOX_FULL)
             return
         self._outbox.put_nowait(message)
 
@@ -141,17 +142,19 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
         log.info("router attached", router=attachment.router_id, lease_s=attachment.lease_s)
         attachment.send(node_pb2.NodeMessage(hello=self._hello))
         attachment.send(node_pb2.NodeMessage(status=self._status()))
+        # A router that is cut off reads nothing: then a write waits, until the lease that the reader watches is over.
         reader = asyncio.create_task(self._read(attachment, context), name=f"read {attachment.router_id}")
+        writer = asyncio.create_task(self._write(attachment, context), name=f"write {attachment.router_id}")
         try:
-            async for message in attachment.messages():
-                await context.write(message)
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
         finally:
             attachment.close("stream_ended")
             self._attachments.discard(attachment)
             reader.cancel()
+            writer.cancel()
             log.info("router detached", router=attachment.router_id, reason=attachment.end_reason)
             self._handler.detached(attachment, attachment.end_reason)
-        await asyncio.gather(reader, return_exceptions=True)
+        await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def _hear_hello(self, context: Any) -> Attachment:
         try:
@@ -172,10 +175,17 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_ROUTERS} routers are attached already")
         return Attachment(first.hello.router_id, lease_s)
 
+    async def _write(self, attachment: Attachment, context: Any) -> None:
+        try:
+            async for message in attachment.messages():
+                await context.write(message)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            attachment.close("stream_broken")
+
     async def _read(self, attachment: Attachment, context: Any) -> None:
         reason = "stream_ended"
         try:
-            while attachment.open:
+            while attachment.end_reason != OUTBOX_FULL:  # other ends still let the writer say what was said
                 async with asyncio.timeout(attachment.lease_s):
                     message = await context.read()
                 if message is grpc.aio.EOF:

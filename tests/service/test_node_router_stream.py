@@ -184,6 +184,23 @@ async def test_a_router_that_does_not_read_is_detached_at_the_outbox_limit() -> 
     assert attachment.end_reason == "outbox_full"
 
 
+async def test_f36_a_router_that_is_cut_off_while_it_is_written_to_loses_its_requests_with_its_lease(
+    served: Served, channel: grpc.aio.Channel
+) -> None:
+    await attach(channel, hello("r1", lease_ms=500))
+    async with asyncio.timeout(5):
+        while not served.streams.routers:
+            await asyncio.sleep(0.01)
+    (attachment,) = served.streams._attachments
+    output = node_pb2.RequestOutput(request_id="x" * 32_768)
+    for _ in range(1000):  # much more than an unread stream takes in
+        attachment.send(node_pb2.NodeMessage(step=node_pb2.StepOutput(outputs=[output])))
+    async with asyncio.timeout(2):
+        _, reason = await served.role.gone.get()
+    assert reason == "lease_lapsed"
+    assert attachment._outbox.qsize() > 100, "the writer was waiting"
+
+
 async def test_what_was_said_before_the_end_still_reaches_the_router(served: Served, channel: grpc.aio.Channel) -> None:
     stream = await attach(channel, hello())
     await next_of_kind(stream, "hello")
