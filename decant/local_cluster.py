@@ -57,6 +57,7 @@ class LocalCluster:
 
     def _require_distinct_ports(self) -> None:
         router = {"--http-port": self.router.http_port, "--grpc-port": self.router.grpc_port}
+        router["--registry-port"] = self.router.registry_port
         nodes = {
             port for node in (self.prefill, self.decode) for port in (node.control_port, node.data_port, node.http_port)
         }
@@ -101,7 +102,7 @@ class Request:
                 "keeps out decant up itself, which asks its router how it is: start the processes one by one",
             )
         of_nodes = {name: setting for name, setting in self.settings.items() if name not in NOT_FOR_NODES}
-        shared |= {"host": LOOPBACK, "registry": f"{LOOPBACK}:{router.grpc_port}"}
+        shared |= {"host": LOOPBACK, "registry": f"{LOOPBACK}:{router.registry_port}"}
         shared |= _share_of_gpu(build(DecodeOptions, of_nodes, **shared), count_visible(os.environ))
         prefill = build(PrefillOptions, of_nodes, node_index=first, key_file=str(key_file), **shared)
         decode = build(DecodeOptions, of_nodes, node_index=first + 1, **shared)

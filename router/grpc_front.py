@@ -1,6 +1,6 @@
 """The router's gRPC servers: what clients ask, on --grpc-port; the embedded registry, there as well or on a port of its own.
 
-Under TLS the two are apart, because only nodes may come to the registry and a gRPC server asks either everybody for a certificate
+Under TLS the two are apart: clients and nodes know other authorities, and a gRPC server asks either everybody for a certificate
 or nobody.
 
 Must not know: what services do.

@@ -39,8 +39,8 @@ class RouterOptions(Options):
     registry: str = option(EMBEDDED, "embedded, or redis://...")
     key_file: str = option(help="file with the master keys that sign tickets")
     registry_port: int = derived(
-        lambda options: options.grpc_port + (1 if options.tls_cert_file else 0),
-        "--grpc-port, and one more with --tls-cert-file",
+        lambda options: options.grpc_port + (1 if options.tls_cert_file or options.ssl_certfile else 0),
+        "--grpc-port, and one more with --tls-cert-file or --ssl-certfile",
         "port of the embedded registry",
         minimum=1,
         maximum=HIGHEST_PORT,
@@ -99,9 +99,11 @@ class RouterOptions(Options):
             raise ConfigurationError("--grpc-port", f"must differ from --http-port ({self.http_port})")
         if self.registry == EMBEDDED and self.registry_port == self.http_port:
             raise ConfigurationError("--registry-port", f"must differ from --http-port ({self.http_port})")
-        if self.registry == EMBEDDED and self.tls_cert_file and self.registry_port == self.grpc_port:
+        protected = self.tls_cert_file or self.ssl_certfile
+        if self.registry == EMBEDDED and protected and self.registry_port == self.grpc_port:
             raise ConfigurationError(
-                "--registry-port", "must differ from --grpc-port: with --tls-cert-file only nodes may come there"
+                "--registry-port",
+                f"must differ from --grpc-port ({self.grpc_port}): under TLS clients and nodes are let in by other certificates",
             )
         self.front_files()
         internal_files(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
@@ -22,6 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from decode_node.submission import refused_submission, start_engine_request
 from engine.port import RequestKey
 from foundation import registry_entry
+from foundation.api_keys import ApiKeyStore, Scope, add_api_key, read_api_keys
 from foundation.config import Setting, build
 from foundation.errors import ConfigurationError
 from foundation.fingerprint import Fingerprint
@@ -41,6 +43,7 @@ from kv_transfer.transport.rendezvous import MAGIC, read_call
 from kv_transfer.wire.reading import WireRefusal, read_envelope
 from kv_transfer.wire.writing import write_envelope
 from node.options import PrefillOptions
+from router.access import Access, Caller
 from router.generation import RequestRefused
 from router.inference_service import _wishes
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -184,6 +187,35 @@ def _written_key_file() -> bytes:
     return path.read_bytes()
 
 
+def _api_key_file(raw: bytes) -> bool:
+    path = _scratch() / "api-keys"
+    path.write_bytes(raw)
+    path.chmod(0o600)
+    try:
+        keys = read_api_keys(path)
+    except ConfigurationError:
+        return False
+    assert keys.find("decant-a-key-that-was-never-drawn") is None
+    return True
+
+
+def _written_api_keys() -> bytes:
+    path = _scratch() / "written-api-keys"
+    path.unlink(missing_ok=True)
+    for scope in Scope:
+        add_api_key(path, scope.value, scope)
+    return path.read_bytes()
+
+
+ACCESS = Access(ApiKeyStore(None, "the-only-key-that-is-good"), lambda reason: None)
+
+
+def _authorization(raw: bytes) -> bool:
+    """As aiohttp hands headers on: bytes that are no text are surrogates."""
+    judged = ACCESS.to_path("/v1/models", raw.decode(errors="surrogateescape"))
+    return isinstance(judged, Caller)
+
+
 OPTION_FIELDS = {field.name: field for field in fields(PrefillOptions)}
 
 
@@ -302,5 +334,11 @@ def parsers() -> tuple[Parser, ...]:
         Parser("tokenize", _json({"prompt": "hello"}), _http_body(TokenizeBody)),
         Parser("detokenize", _json({"tokens": [1, 2]}), _http_body(DetokenizeBody)),
         Parser("key files", (_written_key_file(),), _key_file),
+        Parser("API key files", (_written_api_keys(),), _api_key_file),
+        Parser(
+            "Authorization",
+            (b"Bearer the-only-key-that-is-good", b"Basic " + b64encode(b"me:the-only-key-that-is-good")),
+            _authorization,
+        ),
         Parser("configuration files", (YAML,), _configuration),
     )
