@@ -9,6 +9,7 @@ Must not know: roles, networks.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 STEPS_A_SILENCE = 4
 MEASURED_TOKENS = 256
 HOST_POOL_BYTES = 1 << 30
+SWITCH_INTERVAL_S = 5e-4
+"""On a GPU the engine's thread and the copier's take tens of microseconds at a time, and the device waits for them: they must not
+wait Python's default of 5 ms for the thread that serves streams."""
 SELF_TEST_SLOTS = 2
 """A prefill node keeps so many beside its staging memory."""
 ATTENTION_RESERVE = 1.5
@@ -68,6 +72,8 @@ def prepare_engine(options: NodeOptions) -> ReadyEngine:
     """Takes seconds. Raises ConfigurationError naming the setting that is wrong."""
     device = device_of(options.device, options.node_index, toy=_is_toy(options))
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+    if kind == "cuda":
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
     parts = _build(_build_options(options, kind), device)
     for line in parts.report:
         log.info("warm-up", choice=line)

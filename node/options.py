@@ -98,7 +98,7 @@ class NodeOptions(Options):
     # The transfer.
     staging_bytes: int | None = option(
         None,
-        "memory for slots in which KV arrives or leaves (default: prefill 256MiB, decode 512MiB; on a GPU 1GiB, 2GiB)",
+        "memory for slots in which KV arrives or leaves (default: prefill 256MiB, decode 512MiB; on a GPU 2GiB, 4GiB)",
         minimum=64 * KIB,
         sized=True,
     )
@@ -229,7 +229,7 @@ def _advertised(host: str) -> str:
 @dataclass(frozen=True)
 class PrefillOptions(NodeOptions):
     role = Role.PREFILL
-    staging_defaults: ClassVar[Mapping[DeviceKind, int]] = {"cpu": 256 * MIB, "cuda": GIB}
+    staging_defaults: ClassVar[Mapping[DeviceKind, int]] = {"cpu": 256 * MIB, "cuda": 2 * GIB}
     key_file: str = option(help="file with this node's key, or with the master keys: what tickets are checked with")
     prompts_share_steps = False  # each first token is awaited by a decode node, which no other prompt here slows down
 
@@ -237,7 +237,7 @@ class PrefillOptions(NodeOptions):
 @dataclass(frozen=True)
 class DecodeOptions(NodeOptions):
     role = Role.DECODE
-    staging_defaults: ClassVar[Mapping[DeviceKind, int]] = {"cpu": 512 * MIB, "cuda": 2 * GIB}
+    staging_defaults: ClassVar[Mapping[DeviceKind, int]] = {"cpu": 512 * MIB, "cuda": 4 * GIB}
 
     quarantine_arenas: int = option(
         2, "most arenas of lost peers that wait for proof that nothing can write into them", minimum=1, maximum=64

@@ -158,6 +158,6 @@ def _bucket(buckets: Sequence[int], tokens: int) -> int | None:
 
 
 def decode_buckets(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then every 8 up to 64, 16 up to 128, 32 up to 256, 64 beyond, and `max_rows` itself."""
-    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, max_rows + 1, 64))
+    """1, 2, 4, 8, then every 8 up to 80, 16 up to 128, 32 up to 256, 64 beyond, and `max_rows` itself."""
+    sizes = (1, 2, 4, *range(8, 80, 8), *range(80, 128, 16), *range(128, 256, 32), *range(256, max_rows + 1, 64))
     return tuple(sorted({size for size in sizes if size < max_rows} | {max_rows}))
