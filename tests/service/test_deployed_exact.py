@@ -50,9 +50,18 @@ def whole_blocks(reference: Reference) -> int:
     return len(reference.prompt_ids) // BLOCK * BLOCK
 
 
-def needed_blocks(reference: Reference) -> int:
-    """Positions that a node may take from its cache when it must draw the first token: the last one is computed."""
-    return (len(reference.prompt_ids) - 1) // BLOCK * BLOCK
+def computed_to_draw(reference: Reference, on_prefill: int, on_decode: int) -> int:
+    """Positions that decode computes for the first token, which a prefill node with the whole prompt cached leaves to it:
+    the last one, or the block of it where others may read that block."""
+    length = len(reference.prompt_ids)
+    if on_prefill < length:
+        return 0
+    return BLOCK if on_decode == length else 1
+
+
+def used(on_decode: int, drawn: int) -> int:
+    """Of the cached positions, those that were not computed again."""
+    return on_decode - BLOCK if drawn == BLOCK else on_decode
 
 
 def check_one_wasted_step_at_most(stepped: int, expected: int, found: Iterable[Generated], most_tokens: int) -> None:
@@ -91,17 +100,18 @@ async def test_prompts_that_are_partly_cached_on_both_nodes(deployment: Deployme
 
     references = list(filter(shares_no_new_block, references))
     on_decode = [held_positions(one, whole_blocks(one)) for one in references]
-    on_prefill = [held_positions(one, needed_blocks(one)) for one in references]
+    on_prefill = [held_positions(one, whole_blocks(one)) for one in references]
+    drawn = list(map(computed_to_draw, references, on_prefill, on_decode))
     assert any(0 < cached < len(one.prompt_ids) - BLOCK for cached, one in zip(on_decode, references, strict=True))
     async with Spent(deployment, "p", "d3") as spent:
         found = await router.generate_all([one.prompt_ids for one in references], MOST_TOKENS)
     compare(references, found)
-    assert [one.cached_tokens for one in found] == on_decode
-    assert spent.cached("d3") == sum(on_decode)
+    assert [one.cached_tokens for one in found] == list(map(used, on_decode, drawn))
+    assert spent.cached("d3") == sum(map(used, on_decode, drawn))
     assert spent.cached("p") == sum(on_prefill)
     assert spent.stepped("p") == lengths(references) - sum(on_prefill)
     assert spent.moved("p") == spent.moved("d3") == (lengths(references) - sum(on_decode)) * TOKEN_BYTES
-    check_one_wasted_step_at_most(spent.stepped("d3"), decoded(found), found, MOST_TOKENS)
+    check_one_wasted_step_at_most(spent.stepped("d3"), decoded(found) + sum(drawn), found, MOST_TOKENS)
     assert spent.failures("d3") == {}
 
 
@@ -112,11 +122,13 @@ async def test_prompts_that_are_cached_on_both_nodes(deployment: Deployment) -> 
     async with Spent(deployment, "p", "d3") as spent:
         found = await router.generate_all([one.prompt_ids for one in references], MOST_TOKENS)
     compare(references, found)
-    assert [one.cached_tokens for one in found] == [whole_blocks(one) for one in references]
-    assert spent.cached("p") == sum(map(needed_blocks, references))
-    assert spent.stepped("p") == lengths(references) - sum(map(needed_blocks, references))
-    assert spent.moved("p") == spent.moved("d3") == sum(len(one.prompt_ids) % BLOCK for one in references) * TOKEN_BYTES
-    check_one_wasted_step_at_most(spent.stepped("d3"), decoded(found), found, MOST_TOKENS)
+    cached = list(map(whole_blocks, references))
+    drawn = list(map(computed_to_draw, references, cached, cached))
+    assert [one.cached_tokens for one in found] == list(map(used, cached, drawn))
+    assert spent.cached("p") == sum(cached)
+    assert spent.stepped("p") == lengths(references) - sum(cached)
+    assert spent.moved("p") == spent.moved("d3") == (lengths(references) - sum(cached)) * TOKEN_BYTES
+    check_one_wasted_step_at_most(spent.stepped("d3"), decoded(found) + sum(drawn), found, MOST_TOKENS)
     assert spent.failures("d3") == {}
 
 
@@ -143,11 +155,13 @@ async def test_prompts_that_are_cached_on_the_prefill_node_alone(deployment: Dep
     async with Spent(deployment, "p", "d") as spent:
         found = await router.generate_all([one.prompt_ids for one in references], MOST_TOKENS)
     compare(references, found)
-    assert spent.cached("p") == sum(map(needed_blocks, references))
-    assert spent.stepped("p") == lengths(references) - sum(map(needed_blocks, references))
+    cached = list(map(whole_blocks, references))
+    drawn = [computed_to_draw(one, on_prefill, 0) for one, on_prefill in zip(references, cached, strict=True)]
+    assert spent.cached("p") == sum(cached)
+    assert spent.stepped("p") == lengths(references) - sum(cached)
     assert spent.moved("p") == spent.moved("d") == lengths(references) * TOKEN_BYTES
     assert [one.cached_tokens for one in found] == [0] * len(found)
-    check_one_wasted_step_at_most(spent.stepped("d"), decoded(found), found, MOST_TOKENS)
+    check_one_wasted_step_at_most(spent.stepped("d"), decoded(found) + sum(drawn), found, MOST_TOKENS)
     assert spent.failures("d") == {}
 
 
