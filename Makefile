@@ -27,6 +27,7 @@
 #   make bench-peer [PEER_VENV=path] [MODEL=path]      Decant beside vLLM's CPU build, which it installs where PEER_VENV has none
 #   make gpu, make bench-gpu                         on a GPU machine, without network: its tests, the engine's figures (one GPU)
 #   make bench-two-gpus [ARGS="--minutes 8"]         prefill on one GPU, decode on another, against both colocated on each
+#   make bench-kill [PEER_VENV=path] [MODEL=path]      a prefill node killed in mid-transfer, on Decant and on vLLM's pair (root)
 #
 # TORCH=auto|cpu|cuda chooses the build of torch (auto: cuda where nvidia-smi answers). TORCH_INDEX: where a CPU wheel comes
 # from when pip finds none on this machine.
@@ -36,7 +37,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
 .PHONY: gpu bench-gpu bench-two-gpus up test check check-style check-types check-borders check-generated fix proto contract lock bench-peer bench-router install install-dev golden \
-	explore mutants sim sim-mutants fuzz bench-transfer transcripts diagrams metrics
+	explore mutants sim sim-mutants fuzz bench-transfer bench-kill transcripts diagrams metrics
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -186,6 +187,10 @@ $(PEER_VENV)/bin/vllm-router:
 
 bench-peer: install-dev $(PEER_VENV)/bin/vllm-router
 	$(BIN)/python -m bench.peer --peer-venv '$(PEER_VENV)' \
+		--model "$$($(if $(MODEL),echo '$(MODEL)',$(BIN)/python -m decant.default_model))" $(ARGS)
+
+bench-kill: install-dev $(PEER_VENV)/bin/vllm-router
+	$(BIN)/python -m bench.kill_beside_vllm --peer-venv '$(PEER_VENV)' \
 		--model "$$($(if $(MODEL),echo '$(MODEL)',$(BIN)/python -m decant.default_model))" $(ARGS)
 
 # On a GPU machine without network nothing is installed: its own python runs what was carried there.

@@ -82,10 +82,14 @@ def vllm_one(venv: Path, model: Path, logs: Path) -> Iterator[Running]:
 
 
 @contextmanager
-def vllm_pd(venv: Path, model: Path, logs: Path, prefill_cache: str = NO_CACHE) -> Iterator[Running]:
+def vllm_pd(
+    venv: Path, model: Path, logs: Path, prefill_cache: str = NO_CACHE, load_failure_policy: str = "fail"
+) -> Iterator[Running]:
+    """`load_failure_policy`: what decode does about KV that does not come, "fail" or "recompute"."""
+
     def role(kv_role: str) -> list[str]:
         connector = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
-        return ["--kv-transfer-config", json.dumps(connector | {"kv_load_failure_policy": "fail"})]
+        return ["--kv-transfer-config", json.dumps(connector | {"kv_load_failure_policy": load_failure_policy})]
 
     with system(logs) as peer:
         prefill = start_vllm_server(peer, venv, model, "vllm-prefill", "0", [prefill_cache, *role("kv_producer")])

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TypeAlias
 
 import grpc
@@ -16,10 +17,11 @@ import grpc
 from foundation.ids import NodeId
 from foundation.log import get_logger
 from kv_transfer.control_stream import GRPC_OPTIONS, METHOD, WELCOME, ControlStream
-from kv_transfer.protocol.events import MessageReceived, StreamLost, StreamOpened
+from kv_transfer.protocol.events import DialRefused, MessageReceived, StreamLost, StreamOpened
 from kv_transfer.protocol.messages import Envelope
 from kv_transfer.pump import watched
 from kv_transfer.wire import WireRefusal, read_envelope, write_envelope
+from net.grpc_calls import end_call
 from net.grpc_plane import IN_THE_CLEAR, GrpcPlane
 
 log = get_logger()
@@ -27,8 +29,14 @@ log = get_logger()
 SHORTEST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 
-StreamEvent = StreamOpened | StreamLost | MessageReceived
+StreamEvent = StreamOpened | StreamLost | DialRefused | MessageReceived
 Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
+
+
+class _Answer(Enum):
+    WELCOME = auto()
+    REFUSAL = auto()
+    SILENCE = auto()
 
 
 @dataclass(slots=True)
@@ -57,7 +65,8 @@ class ControlClient:
         self._last_dial_s: dict[NodeId, float] = {}
 
     def open(self, peer: NodeId, control_address: str) -> None:
-        """Dial until a stream stands, and carry it until it breaks: `StreamOpened`, then `StreamLost`."""
+        """Dial until a stream stands, and carry it until it breaks: `StreamOpened`, then `StreamLost`. `DialRefused` tells of
+        each dial that was answered, but not by a prefill node."""
         assert peer not in self._dialled, f"the stream to {peer} is opened twice"
         dialled = self._dialled[peer] = _Dialled()
         dialled.task = watched(self._dial(peer, control_address, dialled))
@@ -95,14 +104,15 @@ class ControlClient:
             await self._pause(peer, pause_s)
             async with self._plane.channel(control_address, GRPC_OPTIONS) as channel:
                 call: Call = channel.stream_stream(METHOD)()
-                if await self._accepted(peer, call) and not dialled.closing:
+                answer = await self._answer(peer, call)
+                if answer is _Answer.WELCOME and not dialled.closing:
                     reason = await self._carry(peer, call, dialled)
-                call.cancel()
+                end_call(call)
+            if answer is _Answer.REFUSAL and not dialled.closing:
+                self._emit(DialRefused(peer, "dial_refused"))
             if dialled.closing:
                 return
-            if reason is None:
-                self._emit(StreamLost(peer, "unreachable"))
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         log.warning("control stream ended", peer=peer, reason=reason)
         del self._dialled[peer]
         self._emit(StreamLost(peer, reason))
@@ -115,17 +125,20 @@ class ControlClient:
         self._last_dial_s[peer] = now_s + max(0.0, wait_s)
         await asyncio.sleep(max(0.0, wait_s))
 
-    async def _accepted(self, peer: NodeId, call: Call) -> bool:
-        """Whether a servicer runs at the other end; a failed call has metadata too, but not this."""
+    async def _answer(self, peer: NodeId, call: Call) -> _Answer:
+        """A servicer that runs at the other end welcomes us first of all; a failed call has metadata too, but not this."""
         try:
             async with asyncio.timeout(self._dial_limit_s):
                 if WELCOME in tuple(await call.initial_metadata()):
-                    return True
-                if self._plane.identity is not None:
-                    self._plane.why_lost(peer, await call.code(), await call.details())
-                return False
-        except (TimeoutError, grpc.RpcError):
-            return False
+                    return _Answer.WELCOME
+                details = await call.details()
+                reason = self._plane.why_lost(peer, await call.code(), details)
+                log.info("dial refused", peer=peer, reason=reason, details=details)
+                return _Answer.REFUSAL
+        except TimeoutError:
+            return _Answer.SILENCE
+        except grpc.RpcError:
+            return _Answer.REFUSAL
 
     async def _carry(self, peer: NodeId, call: Call, dialled: _Dialled) -> str:
         stream = dialled.stream = ControlStream(call, lambda raw: self._received(peer, raw), call.done_writing)

@@ -22,7 +22,7 @@ QUEUE_LIMIT = 4096
 """Messages that wait for the peer to read; one Ask of a long prompt is the largest of them."""
 LARGEST_MESSAGE_BYTES = 16 << 20
 FAREWELL_S = 1.0
-"""After our last message: how long the peer may take to end its side before the connection is dropped."""
+"""How long a stream may take to end in good order, once we have said our last: to be read by the peer, and to be ended by it."""
 
 GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", LARGEST_MESSAGE_BYTES),
@@ -67,9 +67,11 @@ class ControlStream:
         self._put(message)
 
     def finish(self) -> None:
-        """End the stream after what was sent before; nothing more is received."""
+        """End the stream after what was sent before, or after `FAREWELL_S`: a peer that is stopped reads nothing. Nothing more is
+        received."""
         self._finishing = True
         self._put(None)
+        asyncio.get_running_loop().call_later(FAREWELL_S, self.end, "unread")
 
     def end(self, reason: str) -> None:
         """End the stream now; what is still queued is lost."""
@@ -87,7 +89,7 @@ class ControlStream:
         try:
             await asyncio.wait({reading, writing, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             if self._finishing and writing.done() and self._half_close:
-                await asyncio.wait({reading, self._ended}, timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({reading, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             return next(task.result() for task in (self._ended, writing, reading) if task.done())
         finally:
             for task in (reading, writing):

@@ -1,8 +1,8 @@
 """Where a decode node's sessions land: each gets an arena of its own before it is dialled, and keeps it until nothing can write
 there any more.
 
-An arena's memory is given back when the protocol has released it *and* the transport has fenced it. One whose lane proves
-nothing is never given back, and says so.
+An arena's memory is given back when the protocol has released it *and* the transport has fenced it, however late the fence
+comes. One whose lane proves nothing is never given back, and says so.
 
 Must not know: transfers, credits, what the protocol decides.
 """
@@ -121,7 +121,7 @@ class Landings:
         if isinstance(outcome, Fenced):
             landing.fence = outcome
         else:
-            log.error("arena cannot be given back: its lane proves nothing", session=f"{session:#x}")
+            log.warning("arena cannot be given back yet: bytes may still land", session=f"{session:#x}")
         landing.released = landing.released or not landing.opened
         self._give_back(session)
 

@@ -24,6 +24,7 @@ from foundation.ids import Incarnation, NodeId
 from foundation.log import get_logger
 from foundation.registry_entry import NodeEntry, Role
 from foundation.ticket import digest_of_fingerprint
+from net.grpc_calls import end_call
 from net.grpc_plane import IN_THE_CLEAR, GrpcPlane
 from router.health import LinkState, NodeHealth, Status
 
@@ -217,7 +218,7 @@ class NodeLink:
                 log.warning("node refused", node=self.node_id, reason=str(refusal))
                 return "wrong_node"
             finally:
-                call.cancel()
+                end_call(call)
                 for companion in companions:
                     companion.cancel()
                 await asyncio.gather(*companions, return_exceptions=True)

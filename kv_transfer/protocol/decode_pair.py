@@ -23,7 +23,16 @@ from kv_transfer.protocol.effects import (
     QuarantineArena,
     ReleaseArena,
 )
-from kv_transfer.protocol.events import Beat, Fenced, LaneFailed, LaneOpened, MessageReceived, StreamLost, StreamOpened
+from kv_transfer.protocol.events import (
+    Beat,
+    DialRefused,
+    Fenced,
+    LaneFailed,
+    LaneOpened,
+    MessageReceived,
+    StreamLost,
+    StreamOpened,
+)
 from kv_transfer.protocol.messages import (
     Abort,
     Committed,
@@ -111,6 +120,14 @@ def stream_lost(turn: DecodeTurn, event: StreamLost) -> None:
         peer = replace(peer.take(PeerStep.STREAM_LOST), streaming=False)
     turn.peers = turn.peers.put(event.peer, peer)
     turn.out.add(OpenStream(event.peer, peer.control_address))
+
+
+def dial_refused(turn: DecodeTurn, event: DialRefused) -> None:
+    """What everybody knows need not be waited for. Where a session stands, its P may just be out of reach for a moment: the
+    silence limit decides."""
+    peer = turn.peers.get(event.peer)
+    if peer is not None and peer.state is PeerState.CONNECTING:
+        session_over(turn, peer, event.reason)
 
 
 def lane_opened(turn: DecodeTurn, event: LaneOpened) -> None:

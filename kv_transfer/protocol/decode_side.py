@@ -27,6 +27,7 @@ from kv_transfer.protocol.events import (
     Beat,
     Begin,
     DecodeEvent,
+    DialRefused,
     End,
     EndpointLost,
     Fenced,
@@ -101,6 +102,8 @@ def _dispatch(turn: DecodeTurn, event: DecodeEvent) -> None:
             decode_pair.stream_opened(turn, event)
         case StreamLost():
             decode_pair.stream_lost(turn, event)
+        case DialRefused():
+            decode_pair.dial_refused(turn, event)
         case LaneOpened():
             decode_pair.lane_opened(turn, event)
         case LaneFailed():

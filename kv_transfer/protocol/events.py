@@ -33,7 +33,16 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class StreamLost:
-    """The control stream broke, or (D) a dial failed; after it no message of that stream is reported."""
+    """The control stream broke; after it no message of that stream is reported."""
+
+    peer: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DialRefused:
+    """D: no stream, and somebody has said so: the port is closed, the name unknown, the server another one. Nobody's silence is
+    reported by this; dialling goes on."""
 
     peer: NodeId
     reason: str
@@ -282,6 +291,7 @@ DecodeEvent: TypeAlias = (
     PairEvent
     | Stalled
     | Beat
+    | DialRefused
     | Begin
     | Reserved
     | Unavailable

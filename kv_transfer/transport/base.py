@@ -130,7 +130,7 @@ def mint_fence(session: int) -> Fenced:
 @dataclass(frozen=True, slots=True)
 class NotFenced:
     """The session is closed, yet bytes may still land for these tags, or be read by a send that has not ended: memory of this
-    session is kept until its own operations end (an arena in quarantine)."""
+    session is kept until `DataSession.fence` brings the proof."""
 
     session: int
     open_tags: frozenset[Tag]
@@ -148,6 +148,11 @@ class DataSession(Protocol):
     @property
     def lane(self) -> Lane: ...
 
+    @property
+    def fence(self) -> asyncio.Future[Fenced]:
+        """Done once the endpoint is destroyed, every operation has ended, and no receive has ended in a way after which bytes may
+        still land. Where the lane's own endings prove nothing, such a receive keeps it open for ever."""
+
     def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
         """Take the message with this tag into `buffer`, whose size is the longest that is accepted (a longer one ends as
         `message_truncated`)."""
@@ -162,8 +167,9 @@ class DataSession(Protocol):
         """Send the whole of `buffer`. It may wait for its receive as long as the session lives."""
 
     async def close(self) -> CloseOutcome:
-        """Destroy the endpoint. Every open operation completes (as failed, unless it succeeded) before this returns; a
-        second call returns the same outcome. Bounded by the lane, never by the peer."""
+        """Destroy the endpoint. Every open operation completes (as failed, unless it succeeded) before this returns, unless
+        that takes longer than the lane allows: then, as on lanes that prove nothing, the outcome is `NotFenced`, and `fence`
+        may follow. A second call returns the same outcome. Bounded by the lane, never by the peer."""
 
 
 LostCallback = Callable[[str], None]

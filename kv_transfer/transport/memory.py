@@ -34,6 +34,7 @@ from kv_transfer.transport.base import (
     Bytes,
     CloseOutcome,
     DataSession,
+    Fenced,
     Landed,
     Lane,
     LostCallback,
@@ -111,6 +112,14 @@ class MemoryNetwork:
         self._next_port += 1
         return self._next_port
 
+    def moves(self, session: MemorySession) -> bool:
+        """Whether bytes may still come to a session that is closed, or be read from its memory."""
+        return any(
+            (message.receive is not None and message.receive.session is session)
+            or (message.sender is session and not self.lane.close_fences_receives)
+            for message in self.moving
+        )
+
     def wake(self) -> None:
         if not self._turn_scheduled:
             self._turn_scheduled = True
@@ -131,6 +140,7 @@ class MemoryNetwork:
         if message.landed_bytes == message.source.size and self._may_complete(message, receive):
             self.moving.remove(message)
             receive.session.complete(receive, _verdict(message, receive))
+            message.sender.settle()
             return True
         return landed or read
 
@@ -186,12 +196,19 @@ class MemorySession:
         self._receives: dict[Tag, _Receive] = {}
         self._sends: list[_Message] = []
         self._nonces: set[int] = set()
+        self._late: set[Tag] = set()
+        """Receives that failed on a lane whose endings prove nothing: nobody here knows whether bytes still land."""
         self._closed = False
         self._ended = asyncio.Event()
+        self._fence: asyncio.Future[Fenced] = asyncio.get_running_loop().create_future()
 
     @property
     def lane(self) -> Lane:
         return self.transport.network.lane
+
+    @property
+    def fence(self) -> asyncio.Future[Fenced]:
+        return self._fence
 
     @property
     def running(self) -> bool:
@@ -230,9 +247,7 @@ class MemorySession:
             self.transport.forget(self._nonces)
         await self._ended.wait()
         await asyncio.sleep(0)  # what was told just now is heard before this returns
-        late = [message.receive for message in self.transport.network.moving if message.receive is not None]
-        late_tags = frozenset(receive.tag for receive in late if receive.session is self)
-        return NotFenced(self.session, late_tags) if not self.lane.fences else mint_fence(self.session)
+        return self._fence.result() if self._fence.done() else NotFenced(self.session, frozenset(self._late))
 
     def lose(self, reason: str) -> None:
         """The peer is gone: what its lane does then, and one call to the owner."""
@@ -248,8 +263,10 @@ class MemorySession:
         if receive.open:
             receive.open = False
             del self._receives[receive.tag]
+            if isinstance(outcome, ReceiveFailed) and outcome.reason != "message_truncated" and not self.lane.fences:
+                self._late.add(receive.tag)
             self.transport.tell(receive.done, outcome)
-        self._settle()
+        self.settle()
 
     def sent(self, message: _Message) -> None:
         if message in self._sends:
@@ -276,12 +293,16 @@ class MemorySession:
             self.complete(receive, ReceiveFailed(receive.tag, reason))
         if self._closed and network.lane.close_fences_receives:
             network.moving = [m for m in network.moving if m.receive is None or m.receive.session is not self]
-        self._settle()
+        self.settle()
         network.wake()
 
-    def _settle(self) -> None:
-        if self._closed and not self._receives:
-            self._ended.set()
+    def settle(self) -> None:
+        """Note what has come to its end: all operations, and with them perhaps every byte."""
+        if not self._closed or self._receives:
+            return
+        self._ended.set()
+        if not self._late and not self._fence.done() and not self.transport.network.moves(self):
+            self._fence.set_result(mint_fence(self.session))
 
 
 class MemoryTransport:
@@ -354,7 +375,7 @@ class MemoryTransport:
             await asyncio.sleep(deadline_s)
             raise TransportError("dial_timeout", f"{address} did not greet within {deadline_s} s")
         arrived, their_lost = peer._expected.pop(session, (None, None))
-        if arrived is None or their_lost is None:
+        if arrived is None or their_lost is None or arrived.done():
             peer.strangers_refused += 1
             raise TransportError("not_expected", f"{address} does not expect session {session:#x}")
         ours, theirs = self.new_session(session, lost), peer.new_session(session, their_lost)

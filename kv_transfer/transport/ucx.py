@@ -26,6 +26,7 @@ from kv_transfer.transport.base import (
     Bytes,
     CloseOutcome,
     DataSession,
+    Fenced,
     Landed,
     Lane,
     LostCallback,
@@ -94,7 +95,11 @@ class UcxSession:
         self._loop = asyncio.get_running_loop()
         self._receives: dict[Tag, _Operation[ReceiveOutcome]] = {}
         self._sends: dict[Tag, _Operation[SendOutcome]] = {}
+        self._late: set[Tag] = set()
+        """Receives that failed on a lane whose endings prove nothing: their bytes may still land."""
+        self._destroyed = False
         self._quiet = asyncio.Event()
+        self._fence: asyncio.Future[Fenced] = self._loop.create_future()
         self._closing: asyncio.Task[CloseOutcome] | None = None
         self._watch = self._loop.create_task(self._watch_lifeline())
         endpoint.on_close(self._endpoint_failed)
@@ -103,6 +108,10 @@ class UcxSession:
     def over(self) -> bool:
         """Closed, and UCX refers to none of its buffers. Until then the session must be kept."""
         return self._closing is not None and self._closing.done() and not self._receives and not self._sends
+
+    @property
+    def fence(self) -> asyncio.Future[Fenced]:
+        return self._fence
 
     def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
         assert self._closing is None, f"session {self.session:#x} is closed"
@@ -153,14 +162,11 @@ class UcxSession:
 
     def _received(self, tag: Tag, future: asyncio.Future[Any]) -> None:
         operation = self._receives.pop(tag)
-        failure = _failure(future)
+        outcome = _receive_outcome(tag, _failure(future), operation.withdrawn)
+        if isinstance(outcome, ReceiveFailed) and outcome.reason != "message_truncated" and not self.lane.fences:
+            self._late.add(tag)
         self._settle()
-        if failure is None:
-            operation.done(Landed(tag))
-        elif operation.withdrawn and failure == "canceled":
-            operation.done(ReceiveCancelled(tag))
-        else:
-            operation.done(ReceiveFailed(tag, failure))
+        operation.done(outcome)
 
     def _was_sent(self, tag: Tag, future: asyncio.Future[Any]) -> None:
         operation = self._sends.pop(tag)
@@ -169,20 +175,24 @@ class UcxSession:
         operation.done(Sent(tag) if failure is None else SendFailed(tag, failure))
 
     def _settle(self) -> None:
-        if self._closing is not None and not self._receives and not self._sends:
-            self._quiet.set()
+        if not self._destroyed or self._receives or self._sends:  # UCX may still read what a send has given it
+            return
+        self._quiet.set()
+        if not self._late and not self._fence.done():
+            self._fence.set_result(mint_fence(self.session))
 
     async def _close(self) -> CloseOutcome:
         self._watch.cancel()
         await self._worker.run(self._endpoint.destroy)
+        self._destroyed = True
         self._lifeline.close()
         self._transport.drop_stray_messages(self._nonces)
         self._settle()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._quiet.wait(), CLOSE_LIMIT_S)
-        if self._receives or self._sends or not self.lane.fences:  # UCX may still read what a send has given it
-            return NotFenced(self.session, frozenset(self._receives))
-        return mint_fence(self.session)
+        if self._fence.done():
+            return self._fence.result()
+        return NotFenced(self.session, frozenset(self._late.union(self._receives)))
 
 
 class UcxTransport:
@@ -252,7 +262,7 @@ class UcxTransport:
 
     async def _admit(self, call: Call, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         arrived, lost = self._expected.pop(call.session, (None, None))
-        if arrived is None or lost is None:
+        if arrived is None or lost is None or arrived.done():
             self.strangers_refused += 1
             return refuse(writer)
         welcome(writer, self.worker.address)
@@ -290,6 +300,12 @@ class UcxTransport:
         """Of a session that is over."""
         for nonce in nonces:
             self.stray_messages += self.worker.drop_unexpected(nonce << NUMBER_BITS, _NONCE_MASK)
+
+
+def _receive_outcome(tag: Tag, failure: str | None, withdrawn: bool) -> ReceiveOutcome:
+    if failure is None:
+        return Landed(tag)
+    return ReceiveCancelled(tag) if withdrawn and failure == "canceled" else ReceiveFailed(tag, failure)
 
 
 def _resolve(future: asyncio.Future[Any], outcome: object) -> None:

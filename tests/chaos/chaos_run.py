@@ -31,9 +31,9 @@ QUESTIONS = 24
 KNOWN_AT_ONCE_S = 1.0
 KNOWN_BY_SILENCE_S = SILENCE_LIMIT_S + 0.5
 DESCRIPTORS_LIMIT_S = 30.0
-SPARE_DESCRIPTORS = 3 * len(PREFILL)
-"""Three for each pair: after 40 faults one pair was seen to keep three more sockets on both of its ends (docs/verification.md).
-A leak that grows with the faults is beyond this."""
+UCX_SECOND_WAYS = len(PREFILL)
+"""One for each pair: UCX carries both directions of a session on one TCP connection until one worker has once lost the other; from
+then on, their counters of connections having parted, each side opens its own."""
 MISSED_ALLOWED = 2
 ALL_PAIRS = {(decode, prefill) for decode in DECODE for prefill in PREFILL}
 
@@ -117,7 +117,7 @@ async def descriptors_left(cluster: Cluster, before: dict[str, Counter[str]]) ->
     deadline = time.monotonic() + DESCRIPTORS_LIMIT_S
     while time.monotonic() < deadline:
         now = {name: cluster[name].descriptors() for name in MEMBERS}
-        left = {name: kinds for name, kinds in now.items() if kinds.total() > most[name] + SPARE_DESCRIPTORS}
+        left = {name: kinds for name, kinds in now.items() if kinds.total() > most[name] + UCX_SECOND_WAYS}
         if not left:
             return []
         await asyncio.sleep(0.1)

@@ -55,6 +55,37 @@ async def test_both_sides_measure_what_they_received(pair: tuple[DataSession, Da
     assert all(0.001 < measure.gigabytes_per_second < 100_000 for measure in seen)
 
 
+class SlowNetwork(MemoryNetwork):
+    """One fragment of one message moves at a time, every few milliseconds."""
+
+    FRAGMENT_S = 0.008
+
+    def wake(self) -> None:
+        if not self._turn_scheduled:
+            self._turn_scheduled = True
+            asyncio.get_running_loop().call_later(self.FRAGMENT_S, self._turn)
+
+    def _turn(self) -> None:
+        self._turn_scheduled = False
+        if any(self._move(message) for message in list(self.moving)):
+            self.wake()
+
+
+async def test_f14_a_slow_link_is_measured_in_seconds_instead_of_failing_its_test() -> None:
+    """64 MiB each way, as on a quick link, would take 8 s each."""
+    network = SlowNetwork(fragment_bytes=64 * 1024)
+    decode, prefill = network.transport(), network.transport()
+    expected = prefill.expect(3, lambda reason: None)
+    dialled = await decode.dial(await prefill.listen("127.0.0.1", 0), 3, lambda reason: None, 5.0)
+    long_slots = [np.zeros(8 << 20, np.uint8) for _ in range(2)]
+    seen = await asyncio.gather(
+        measure_lane(dialled, long_slots, receive_first=True, deadline_s=6.0),
+        measure_lane(await expected, long_slots, receive_first=False, deadline_s=6.0),
+    )
+    true = network.fragment_bytes / network.FRAGMENT_S / 1e9
+    assert all(0.1 * true < measure.gigabytes_per_second < 1.2 * true for measure in seen)
+
+
 async def test_a_peer_that_does_not_answer_ends_the_self_test_in_time(pair: tuple[DataSession, DataSession]) -> None:
     decode, _ = pair
     with pytest.raises(TransportError, match="self_test_timeout"):

@@ -465,3 +465,41 @@ async def another_decode_node(pair: Pair, name: str, target: KvLayout = WHOLE) -
     finally:
         await engine.driver.close()
         await near.close()
+
+
+@asynccontextmanager
+async def another_prefill_node(
+    pair: Pair, name: str, limits: TransferLimits = LIMITS, faults: Faults | None = None
+) -> AsyncIterator[Pair]:
+    """A second prefill node, behind a proxy of its own, for the same decode node."""
+    far, watcher = pair.open_transport(), Watcher()
+    identity = NodeIdentity(NodeId(name), Incarnation(secrets.randbits(64)), FINGERPRINT, 0.5)
+    engine = FakePrefillEngine(make_pool(WHOLE, 4))
+    data_address = await far.listen("127.0.0.1", 0)
+    engine.driver = PrefillDriver(
+        identity, engine.pool, limits, far, data_address, MASTER.for_node(identity.node_id), engine,
+        engine.progress, watcher, faults,
+    )  # fmt: skip
+    server = grpc.aio.server()
+    engine.driver.register(server)
+    proxy = Proxy(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    await proxy.start()
+    try:
+        yield replace(
+            pair,
+            prefill=engine.driver,
+            prefill_engine=engine,
+            prefill_watcher=watcher,
+            prefill_identity=identity,
+            proxy=proxy,
+            far=far,
+            data_address=data_address,
+        )
+    finally:
+        await engine.driver.close()
+        await server.stop(0)
+        await proxy.close()
+        await far.close()
+        for task in engine.tasks.values():
+            task.cancel()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from driver_pair import LIMITS, WHOLE, Pair, another_decode_node, driver_pair, until
+from driver_pair import LIMITS, WHOLE, Pair, another_decode_node, another_prefill_node, driver_pair, until
 
 from kv_transfer.faults import Faults
 
@@ -102,6 +102,34 @@ async def test_f40_decode_nodes_that_vanish_one_after_the_other_take_nothing_fro
             pair.check_landed(transfer, TOKENS, len(TOKENS))
         await pair.at_rest()
         assert all(slot.state.name == "FREE" for slot in pair.prefill.side.sending.slots)
+
+
+@pytest.mark.parametrize("pairing", ["ucx"], indirect=True)
+async def test_f40_prefill_nodes_that_hang_one_after_the_other_take_no_staging_from_a_good_one(
+    pairing: Pairing,
+) -> None:
+    impatient = replace(SMALL_SLOTS, silence_limit_s=1.0, heartbeat_s=0.2)
+    async with pairing(limits=impatient) as pair:
+        assert (await pair.outcome(pair.begin(TOKENS)))[0] == "committed"
+        good_bytes = pair.decode.staging_drawn_bytes
+        assert good_bytes
+        for number in range(8):
+            hanging = another_prefill_node(pair, f"hangs{number}", impatient, Faults(hold_sends_from=2))
+            async with hanging as other:
+                lost = other.begin(TOKENS)
+                await until(lambda: other.decode_watcher.payload("scattered", lost) == 2 * 16 * WHOLE.token_bytes)  # noqa: B023
+                other.proxy.mute("to_decode")
+                reason, account = await other.outcome(lost)
+                assert reason in ("silent", "transfer_stalled")
+                assert account.verified_positions == 32
+                other.check_landed(lost, TOKENS, 32)
+                other.decode_engine.blocks.give_back(lost)
+            await until(lambda: pair.decode.staging_drawn_bytes == good_bytes)
+            assert not any(arena.quarantined for arena in pair.decode.side.arenas.values())
+            transfer = pair.begin(TOKENS)
+            assert (await pair.outcome(transfer))[0] == "committed"
+            pair.check_landed(transfer, TOKENS, len(TOKENS))
+            pair.decode_engine.blocks.give_back(transfer)
 
 
 async def test_f06_a_receive_that_fails_on_d_is_known_to_p_within_a_second(pairing: Pairing) -> None:

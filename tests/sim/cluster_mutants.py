@@ -43,7 +43,7 @@ NO_WORLD = (Plan(()), Budget())
 
 _real_start = submission.start_engine_request
 _real_lookup = PrefixIndex.lookup
-_real_close = data_sessions.DataSessions.close
+_real_over = data_sessions.DataSessions._over
 _real_session_close = MemorySession.close
 
 
@@ -67,13 +67,12 @@ def _one_block_too_many(self: Any, chain: Any) -> Any:
     return [*found, others[0]] if found and others and len(found) < len(chain) else found
 
 
-def _keeps_its_failure(self: Any, peer: Any, session: int) -> None:
+def _only_its_failure(self: Any, entry: Any, session: int) -> None:
     """A session that failed while it opened tells of the failure alone, even when somebody waits for its fence."""
-    entry = self._entries.get(session)
-    failure = entry.failure if entry is not None else None
-    _real_close(self, peer, session)
-    if entry is not None:
-        entry.failure = failure
+    if entry.failure is None:
+        _real_over(self, entry, session)
+    else:
+        del self._entries[session]
 
 
 async def _closes_at_once(self: Any) -> Any:
@@ -102,7 +101,7 @@ CLUSTER_MUTANTS = (
     Mutant(
         "no fence for who ends a session while its lane fails",
         NO_WORLD,
-        ((data_sessions.DataSessions, "close", _keeps_its_failure),),
+        ((data_sessions.DataSessions, "_over", _only_its_failure),),
     ),
     Mutant("a fence before the operations have ended", NO_WORLD, ((MemorySession, "close", _closes_at_once),)),
 )

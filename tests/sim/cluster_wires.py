@@ -189,6 +189,13 @@ class Stream:
     async def initial_metadata(self) -> tuple[tuple[str, str], ...]:
         return await asyncio.shield(self._metadata)
 
+    async def code(self) -> grpc.StatusCode:
+        assert self._status is not None, "asked before the stream is over"
+        return self._status
+
+    async def details(self) -> str:
+        return "simulated"
+
     async def read(self) -> Any:
         while not self._inbox and self._status is None:
             await self._inbox.wait()
@@ -211,7 +218,12 @@ class Stream:
         if self._status is None:
             self.up(lambda: self._to_handler(ServerContext.half_close))
 
-    def cancel(self) -> bool:
+    @property
+    def _cython_call(self) -> Stream:
+        """What grpc.aio keeps underneath, for those who end it there."""
+        return self
+
+    def cancel(self, _details: str = "") -> bool:
         if self._status is not None:
             return False
         self.finish(grpc.StatusCode.CANCELLED)

@@ -117,6 +117,11 @@ def _connect(stage: Stage) -> None:
     stage.tell_d(events.StreamOpened(P, session))
 
 
+def _refused(stage: Stage) -> None:
+    """P's process is gone, and its machine says so."""
+    stage.tell_d(events.DialRefused(P, "dial_refused"))
+
+
 def _to_p(stage: Stage) -> None:
     envelope, stage.to_p = stage.to_p[0], stage.to_p[1:]
     stage.tell_p(events.MessageReceived(D, envelope))
@@ -367,6 +372,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "lane_fails": _lane_fails,
     "to_p": _to_p,
     "to_d": _to_d,
+    "refused": _refused,
     "repeat_to_p": _repeat_to_p,
     "repeat_to_d": _repeat_to_d,
     "cut": _cut,

@@ -24,6 +24,7 @@ from kv_transfer.protocol import events
 from kv_transfer.protocol.decode_turn import DecodeSide
 from kv_transfer.protocol.local import LocalNode
 from kv_transfer.protocol.messages import Envelope, Hello
+from kv_transfer.protocol.peer import PeerState
 from kv_transfer.protocol.prefill_turn import PrefillSide
 from kv_transfer.protocol.sending import SendingState, new_sending_slots
 from kv_transfer.protocol.table import Table
@@ -265,11 +266,17 @@ def _stream_progress(world: World) -> Iterator[Action]:
     p_free = world.p is not None and not world.p_hears_loss
     if world.stream == "dialling" and p_free and not world.d_hears_loss:
         yield ("connect",)
+    if world.stream == "dialling" and world.p is None and world.d is not None and _connecting(world.d):
+        yield ("refused",)
     for session in world.lanes_d:
         if session in world.lanes_p:
             yield ("lane", session)
         elif world.p is None or D not in world.p.peers or world.p.peers[D].session != session:
             yield ("lane_fails", session)
+
+
+def _connecting(side: DecodeSide) -> bool:
+    return P in side.peers and side.peers[P].state is PeerState.CONNECTING
 
 
 def _matches(world: World) -> Iterator[tuple[Message, Receive]]:

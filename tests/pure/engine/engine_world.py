@@ -53,6 +53,8 @@ class Wish:
 @dataclass
 class Record:
     tokens: dict[int, int] = field(default_factory=dict)
+    turns: dict[int, int] = field(default_factory=dict)
+    """By position: the turn in which its token was drawn here."""
     finish: FinishReason | None = None
     failure: str | None = None
     account: tuple[int, int, int] | None = None
@@ -159,6 +161,7 @@ class World:
     def _token(self, event: TokenSampled, record: Record, wish: Wish) -> None:
         assert event.position not in record.tokens or event.finish_reason is not None, f"{event} twice"
         record.tokens[event.position] = event.token_id
+        record.turns[event.position] = self.turn
         record.finish = event.finish_reason
         if event.prompt_cached is not None:
             assert record.account is None, "two prompt accounts"

@@ -203,6 +203,26 @@ def test_a_prefill_nodes_request_reserves_everything_reports_chunks_and_holds_it
     assert (engine.status().blocks_in_use, engine.status().blocks_cached) == (0, 2)
 
 
+@pytest.mark.parametrize("length, computed_anew", [(8, 0), (9, 1), (11, 3)])
+def test_a_prefill_node_computes_nothing_of_a_prompt_whose_kv_is_all_cached(length: int, computed_anew: int) -> None:
+    engine, _ = engine_of()
+    engine.take(submit_of("before", prompt(length), mode=Mode.PREFILL_ONLY))
+    drive(engine)
+    engine.take(ReleaseKv(key("before")))
+    engine.step()
+    steps = engine.status().steps
+    engine.take(submit_of("p", prompt(length), mode=Mode.PREFILL_ONLY))
+    events = drive(engine)
+    assert isinstance(events[0], PrefillReserved)
+    assert events[0].cached_positions == length - computed_anew
+    assert any(isinstance(event, TokenSampled) for event in events) == bool(computed_anew)
+    assert (engine.status().steps > steps) == bool(computed_anew)
+    assert engine.status().blocks_in_use == len(events[0].block_ids)
+    engine.take(ReleaseKv(key("p")))
+    engine.step()
+    assert engine.status().blocks_in_use == 0
+
+
 def test_a_prefill_nodes_request_is_never_preempted() -> None:
     engine, _ = engine_of(num_blocks=4, enable_prefix_caching=False)
     engine.take(submit_of("d", prompt(4), max_tokens=20, ignore_eos=True))
@@ -363,6 +383,29 @@ def test_f28_a_cancel_changes_nothing_for_its_neighbours() -> None:
         world.add(Wish(submit_of(f"r{number}", prompt(9, number), max_tokens=12), cancel_at=cancel_at))
     world.run()
     world.compare()
+
+
+def _turns_of_neighbours(harmed: Wish) -> list[dict[int, int]]:
+    """When each token of three requests comes that run beside this one."""
+    world = World(EngineConfig(4, 32, 4, 8, 64, overlap=True))
+    for number in range(3):
+        world.add(Wish(submit_of(f"r{number}", prompt(9, number), max_tokens=12)))
+    world.add(harmed)
+    world.run()
+    world.compare()
+    return [world.records[key(f"r{number}")].turns for number in range(3)]
+
+
+def test_f28_no_token_comes_later_because_a_neighbour_is_cancelled() -> None:
+    neighbour = submit_of("n", prompt(9, 3), max_tokens=12)
+    calm, harmed = _turns_of_neighbours(Wish(neighbour)), _turns_of_neighbours(Wish(neighbour, cancel_at=5))
+    assert all(turns[at] <= calm[number][at] for number, turns in enumerate(harmed) for at in turns)
+
+
+def test_f28_a_failed_transfer_whose_prompt_is_computed_here_takes_no_turn_from_its_neighbours() -> None:
+    arriving = submit_of("n", prompt(24, 3), max_tokens=4, mode=Mode.AWAIT_KV)
+    whole, half = Wish(arriving, at_turn=4), Wish(arriving, at_turn=4, received_share=0.5)
+    assert _turns_of_neighbours(half) == _turns_of_neighbours(whole)
 
 
 @pytest.mark.parametrize("field", ["block_size", "num_blocks", "max_num_seqs", "max_model_len"])

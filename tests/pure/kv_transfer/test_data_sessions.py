@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import asyncio
 
-from foundation.ids import NodeId
+from foundation.ids import NodeId, SessionNonce
 from kv_transfer.data_sessions import DataSessions, SessionEvent
 from kv_transfer.protocol.events import Fenced, LaneFailed, LaneOpened
-from kv_transfer.transport.base import CloseOutcome, DataSession, LostCallback, TransportError, mint_fence
+from kv_transfer.transport.base import CloseOutcome, DataSession, LostCallback, NotFenced, TransportError, mint_fence
+from kv_transfer.transport.base import Fenced as Proof
 
 P0 = NodeId("p0")
 SESSION = 7
+OPENED = LaneOpened(P0, SESSION, SessionNonce(1), 2, 8, "fake", 1e9)
+
+
+async def opened(data: DataSession) -> LaneOpened:
+    return OPENED
 
 
 class FakeSession:
-    """An endpoint whose closing takes until it is let go."""
+    """An endpoint whose closing takes until it is let go; with `unproven`, its fence is still due then."""
 
-    def __init__(self) -> None:
+    def __init__(self, unproven: bool = False) -> None:
         self.let_go = asyncio.Event()
+        self.closes = 0
+        self.fence: asyncio.Future[Proof] = asyncio.get_running_loop().create_future()
+        self._unproven = unproven
 
     async def close(self) -> CloseOutcome:
+        self.closes += 1
         await self.let_go.wait()
-        return mint_fence(SESSION)
+        return NotFenced(SESSION, frozenset()) if self._unproven else mint_fence(SESSION)
 
 
 async def settle() -> None:
@@ -50,7 +60,7 @@ async def test_a_lane_that_fails_its_test_is_told_once_it_is_closed() -> None:
     assert events == []
     endpoint.let_go.set()
     await settle()
-    assert events == [LaneFailed(P0, SESSION, "self_test_failed")]
+    assert events == [LaneFailed(P0, SESSION, "self_test_failed"), Fenced(P0, SESSION)]
 
 
 async def test_who_ends_a_session_while_its_lane_fails_is_told_of_the_fence() -> None:
@@ -60,4 +70,53 @@ async def test_who_ends_a_session_while_its_lane_fails_is_told_of_the_fence() ->
     sessions.close(P0, SESSION)
     endpoint.let_go.set()
     await settle()
+    assert events[-1] == Fenced(P0, SESSION)
+
+
+async def test_a_fence_that_comes_late_is_told_when_it_comes_and_only_then() -> None:
+    events: list[SessionEvent] = []
+    outcomes: list[CloseOutcome | None] = []
+    sessions, endpoint = DataSessions(events.append), FakeSession(unproven=True)
+    endpoint.let_go.set()
+
+    async def connect(lost: LostCallback) -> DataSession:
+        return endpoint  # type: ignore[return-value]
+
+    sessions.open(P0, SESSION, connect, opened, outcomes.append)
+    await settle()
+    sessions.close(P0, SESSION)
+    await settle()
+    sessions.close(P0, SESSION)
+    await settle()
+    assert events == [OPENED]
+    endpoint.fence.set_result(mint_fence(SESSION))
+    await settle()
+    assert events == [OPENED, Fenced(P0, SESSION)]
+    assert outcomes == [NotFenced(SESSION, frozenset()), mint_fence(SESSION)]
+    assert endpoint.closes == 1
+
+
+async def test_an_endpoint_that_arrives_just_as_its_opening_is_given_up_is_destroyed() -> None:
+    """Nobody owned it: its sockets stayed open for good."""
+    events: list[SessionEvent] = []
+    sessions, endpoint = DataSessions(events.append), FakeSession()
+    endpoint.let_go.set()
+    arriving: asyncio.Future[DataSession] = asyncio.get_running_loop().create_future()
+    sessions.open(P0, SESSION, lambda lost: arriving, opened, lambda outcome: None)
+    await settle()
+    arriving.set_result(endpoint)  # type: ignore[arg-type]
+    sessions.close(P0, SESSION)
+    await settle()
+    assert endpoint.closes == 1
+    assert events == [Fenced(P0, SESSION)]
+
+
+async def test_a_session_that_is_closed_as_soon_as_it_is_opened_is_not_waited_for_any_more() -> None:
+    events: list[SessionEvent] = []
+    sessions = DataSessions(events.append)
+    arriving: asyncio.Future[DataSession] = asyncio.get_running_loop().create_future()
+    sessions.open(P0, SESSION, lambda lost: arriving, opened, lambda outcome: None)
+    sessions.close(P0, SESSION)
+    await settle()
+    assert arriving.cancelled()
     assert events == [Fenced(P0, SESSION)]
