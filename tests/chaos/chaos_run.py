@@ -32,8 +32,8 @@ KNOWN_AT_ONCE_S = 1.0
 KNOWN_BY_SILENCE_S = SILENCE_LIMIT_S + 0.5
 DESCRIPTORS_LIMIT_S = 30.0
 UCX_SECOND_WAYS = len(PREFILL)
-"""One for each pair: UCX carries both directions of a session on one TCP connection until one worker has once lost the other; from
-then on, their counters of connections having parted, each side opens its own."""
+"""One for each pair: UCX carries both directions of a session on one TCP connection until one worker has once lost the other;
+from then on, their counters of connections having parted, each side opens its own."""
 MISSED_ALLOWED = 2
 ALL_PAIRS = {(decode, prefill) for decode in DECODE for prefill in PREFILL}
 
