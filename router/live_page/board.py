@@ -7,6 +7,7 @@ Must not know: HTTP, how it is drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -123,7 +124,7 @@ class Board:
             "running": 0 if lost else status.running,
             "waiting": 0 if lost else status.waiting,
             "queued_tokens": 0 if lost else status.queued_tokens,
-            "prompt_tokens_per_second": 0.0 if lost else status.tokens_per_second,
+            "prompt_tokens_per_second": 0.0 if lost else _finite(status.tokens_per_second),
             "blocks_total": 0 if lost else status.blocks_total,
             "blocks_free": 0 if lost else status.blocks_free,
             "detail": self._detail_of(link, now_s),
@@ -155,7 +156,7 @@ class Board:
                 {
                     "peer": lane.peer,
                     "lane": lane.lane,
-                    "bytes_per_second": lane.bytes_per_second,
+                    "bytes_per_second": _finite(lane.bytes_per_second),
                     "broken": lane.broken,
                 }
                 for lane in detail.lanes
@@ -217,6 +218,11 @@ class Board:
                 for view in link.detail.failures
             ]
         return sorted(found, key=lambda failure: failure["age_s"])[:FAILURES_SHOWN]
+
+
+def _finite(figure: float) -> float:
+    """What a node says may be no number; JSON has no word for that."""
+    return figure if math.isfinite(figure) else 0.0
 
 
 def _transfers(details: Iterable[tuple[NodeLink, node_pb2.NodeDetail]]) -> list[dict[str, Any]]:

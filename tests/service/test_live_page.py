@@ -103,7 +103,11 @@ async def test_f25_a_node_that_dies_is_bad_within_3_s_and_is_still_shown_when_it
 
 async def test_nodes_are_asked_for_details_only_while_somebody_looks(folder: Path) -> None:
     node = FakeNode("d0")
-    node.detail = node_pb2.NodeDetail(blocks_free=3, blocks_cached=2, blocks_in_use=5, staging_slots={"posted": 4})
+    node.prompt_tokens_per_second = float("nan")
+    lane = node_pb2.LaneView(peer="p0", lane="tcp", bytes_per_second=float("inf"))
+    node.detail = node_pb2.NodeDetail(
+        blocks_free=3, blocks_cached=2, blocks_in_use=5, staging_slots={"posted": 4}, lanes=[lane]
+    )
     async with router_with(folder, node) as router:
         await asyncio.sleep(3 * endpoints.SNAPSHOT_EVERY_S)
         assert node.watches == 0
@@ -113,6 +117,7 @@ async def test_nodes_are_asked_for_details_only_while_somebody_looks(folder: Pat
                 row = await page.node("d0")
             assert row["detail"]["blocks_in_use"] == 5
             assert row["detail"]["slots"] == {"posted": 4}
+            assert row["detail"]["lanes"][0]["bytes_per_second"] == row["prompt_tokens_per_second"] == 0
         assert node.watches >= 1
         await until(lambda: router.router._live_page._viewers == 0)
 
