@@ -15,6 +15,8 @@ from router.generation import invalid
 
 LONGEST_GRAMMAR = 1 << 16
 MOST_CHOICES = 1024
+BOUNDED_SPACE = {"x-guidance": {"whitespace_pattern": r"(\r?\n)?[ \t]{0,20}"}}
+"""Between the parts of a JSON text: a line break and an indentation. Without a bound, small models write spaces for ever."""
 
 
 def any_object(parameter: str) -> str:
@@ -30,6 +32,8 @@ def from_schema(parameter: str, schema: Mapping[str, Any] | bool | str) -> str:
             raise invalid(parameter, f"{parameter} is not valid JSON: {error}") from None
         if not isinstance(schema, (dict, bool)):
             raise invalid(parameter, f"{parameter} must hold a JSON schema, which is an object")
+    if schema is not False:
+        schema = {**BOUNDED_SPACE, **({} if schema is True else schema)}
     return checked(parameter, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
 
 
@@ -57,6 +61,7 @@ def from_functions(
     rules = []
     for index, (name, schema) in enumerate(functions):
         call = {
+            **BOUNDED_SPACE,
             "type": "object",
             "properties": {"name": {"const": name}, "arguments": schema or {"type": "object", "properties": {}}},
             "required": ["name", "arguments"],

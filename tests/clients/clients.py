@@ -139,10 +139,16 @@ def _total(found: dict[str, Any], total: str, each: str) -> int:
 
 def guidellm_arguments(setting: Setting) -> list[str]:
     return [
-        *("benchmark", "run", "--target", setting.url, "--model", setting.model, "--processor", str(setting.tokenizer)),
-        *("--profile", "concurrent", "--rate", str(AT_ONCE), "--max-requests", str(REQUESTS)),
-        *("--data", f"prompt_tokens={PROMPT_TOKENS},output_tokens={ANSWER_TOKENS}"),
-        *("--output-path", str(setting.out / "guidellm.json"), "--disable-progress"),
+        *(
+            "run",
+            "--disable-console-interactive",
+            "--backend",
+            f"kind=openai_http,target={setting.url},model={setting.model}",
+        ),
+        *("--tokenizer", f"kind=huggingface_auto,model={setting.tokenizer}"),
+        *("--profile", f"kind=concurrent,streams={AT_ONCE}", "--constraint", f"kind=max_requests,count={REQUESTS}"),
+        *("--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={ANSWER_TOKENS}"),
+        *("--output", f"kind=json,path={setting.out / 'guidellm.json'}"),
     ]
 
 

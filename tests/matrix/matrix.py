@@ -169,7 +169,8 @@ def vars_of(answer: Answer) -> dict[str, Any]:
     return {"status": answer.status, "choices": answer.choices, "usage": answer.usage or None, "error": answer.error}
 
 
-async def matrix(deployment: Deployment, http: aiohttp.ClientSession) -> int:
+async def matrix(deployment: Deployment, http: aiohttp.ClientSession, only: str) -> int:
+    rows = [row for row in ROWS if only in row.field]
     together = Client(await deployment.router("p", "d"), http)
     alone = Client(await deployment.router("d"), http)
     plain = {
@@ -177,23 +178,23 @@ async def matrix(deployment: Deployment, http: aiohttp.ClientSession) -> int:
         for path in {row.path for row in ROWS}
     }
     async with Spent(deployment, "p", "d") as spent:
-        verdicts = await asyncio.gather(*(judge(row, together, alone, plain[row.path]) for row in ROWS))
+        verdicts = await asyncio.gather(*(judge(row, together, alone, plain[row.path]) for row in rows))
     table: Counter[tuple[str, str, str]] = Counter()
-    for row, verdict in zip(ROWS, verdicts, strict=True):
+    for row, verdict in zip(rows, verdicts, strict=True):
         kind = "FAILED" if verdict else "4xx, named" if row.refused else "equal"
         table[row.field, "chat" if row.path != COMPLETIONS else "completions", kind] += 1
     show(table)
-    for row, verdict in zip(ROWS, verdicts, strict=True):
+    for row, verdict in zip(rows, verdicts, strict=True):
         if verdict:
             print(f"FAILED {row.path} {row.field} {row.asked}: {verdict}")  # noqa: T201
     failed = sum(map(bool, verdicts))
-    equal = sum(not verdict and not row.refused for row, verdict in zip(ROWS, verdicts, strict=True))
+    equal = sum(not verdict and not row.refused for row, verdict in zip(rows, verdicts, strict=True))
     missing = uncovered()
     broken = await failovers(deployment, http)
     lost = spent.local_prefills("d").keys() - {"no_prefill_node"}
     print(  # noqa: T201
-        f"matrix: {len(ROWS)} requests of {len({row.field for row in ROWS})} fields: {equal} equal through P/D, alone and "
-        f"streamed, {len(ROWS) - equal - failed} refused by name, {failed} failed; fields without a row: {missing or 'none'}; "
+        f"matrix: {len(rows)} requests of {len({row.field for row in rows})} fields: {equal} equal through P/D, alone and "
+        f"streamed, {len(rows) - equal - failed} refused by name, {failed} failed; fields without a row: {missing or 'none'}; "
         f"{spent.moved('d') >> 20} MiB of KV carried; transfers that failed: {sorted(lost) or 'none'}; "
         f"{len(FAILOVERS) - broken} of {len(FAILOVERS)} JSON objects whole after a failover in their middle"
     )
@@ -261,11 +262,11 @@ def is_tour(text: str) -> bool:
     return set(found) == {"city", "bridges"} and 4 <= len(bridges) <= 6 and all(len(one) <= 12 for one in bridges)
 
 
-async def run(folder: Path, model: Path) -> int:
+async def run(folder: Path, model: Path, only: str) -> int:
     deployment = MatrixDeployment(folder, model)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_LIMIT_S)) as http:
-            return await matrix(deployment, http)
+            return await matrix(deployment, http, only)
     finally:
         deployment.end()
 
@@ -273,9 +274,10 @@ async def run(folder: Path, model: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="matrix", description=__doc__)
     parser.add_argument("--model", type=Path, help="Hugging Face folder (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--only", default="", help="rows whose field holds this")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="decant-matrix-") as folder:
-        return asyncio.run(run(Path(folder), arguments.model or ensure_default_model()))
+        return asyncio.run(run(Path(folder), arguments.model or ensure_default_model(), arguments.only))
 
 
 if __name__ == "__main__":
