@@ -22,8 +22,11 @@ STOP_LIMIT_S = 60.0
 COMMAND_LIMIT_S = 120.0
 BRIDGE = "decant-ci0"
 BRIDGE_ADDRESS = "10.215.0.1"
-NEEDED = ("dockerd", "docker", "docker-compose", "iptables", "debootstrap", "ip", "nsenter")
+NEEDED = ("dockerd", "docker", "docker-compose", "iptables", "debootstrap", "ip", "nsenter", "setpriv", "unshare")
 
+DIE_WITH_US = ("setpriv", "--pdeathsig", "TERM")
+LINK_LAYERS = 'umount --lazy "$1" && cp -al "$1" "$2"'
+"""An engine mounts its layers onto themselves, and files have no links from one mount to another."""
 EMPTY = {
     "filter": "*filter\n:INPUT ACCEPT\n:FORWARD ACCEPT\n:OUTPUT ACCEPT\nCOMMIT\n",
     "nat": "*nat\n:PREROUTING ACCEPT\n:INPUT ACCEPT\n:OUTPUT ACCEPT\n:POSTROUTING ACCEPT\nCOMMIT\n",
@@ -53,7 +56,9 @@ class Engine:
 
     @property
     def data(self) -> Path:
-        return self.folder / "data"
+        """DECANT_COMPOSE_KEEP=folder: images are kept there from run to run, so that a build takes seconds."""
+        kept = os.environ.get("DECANT_COMPOSE_KEEP") if not self._network else None
+        return Path(kept) if kept else self.folder / "data"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -78,7 +83,15 @@ class Engine:
             _output(["ip", "link", "set", BRIDGE, "up"])
             network = [f"--bridge={BRIDGE}", "--default-address-pool=base=10.216.0.0/16,size=24"]
         paths = [f"--data-root={self.data}", f"--exec-root={self.folder}/run", f"--pidfile={self.folder}/pid"]
-        command = [*self._network, "dockerd", f"--host=unix://{self.socket}", *paths, *network, "--shutdown-timeout=10"]
+        command = [
+            *self._network,
+            *DIE_WITH_US,
+            "dockerd",
+            f"--host=unix://{self.socket}",
+            *paths,
+            *network,
+            "--shutdown-timeout=10",
+        ]
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + START_LIMIT_S
@@ -144,7 +157,7 @@ class Engine:
         assert self._process is None, "an engine reads its data once, when it starts"
         self.data.mkdir(parents=True)
         _output(["cp", "-a", str(other.data / "image"), str(self.data)])
-        _output(["cp", "-al", str(other.data / "overlay2"), str(self.data)])
+        _output(["unshare", "--mount", "sh", "-c", LINK_LAYERS, "-", str(other.data / "overlay2"), str(self.data)])
 
 
 def _output(command: Sequence[str]) -> str:

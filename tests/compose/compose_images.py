@@ -52,7 +52,8 @@ class Built:
 
 def build_all(engine: Engine) -> Built:
     begun = time.monotonic()
-    engine.docker("import", "--change", 'CMD ["bash"]', "-", BASE, stdin=base_archive(), limit_s=300)
+    if not engine.docker("images", "--quiet", BASE):  # a kept engine has it, and builds on it are cached
+        engine.docker("import", "--change", 'CMD ["bash"]', "-", BASE, stdin=base_archive(), limit_s=300)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "Dockerfile").write_text(REDIS_DOCKERFILE)
         engine.docker("build", "--quiet", "--tag", REDIS, folder, limit_s=BUILD_LIMIT_S)

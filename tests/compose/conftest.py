@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -24,8 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def engine() -> Iterator[Engine]:
     if (missing := why_not_possible()) is not None:
         pytest.fail(f"no Docker engine can be started here: {missing}")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started ends in order
     with Engine() as started:
         yield started
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,17 @@ from chaos_load import Load, draw_questions
 from chaos_models import ServedModel, served_model
 from compose_engine import Engine
 from compose_images import NODE, ROUTER, Built
-from compose_project import Project, body_of, condition, process_state, processors, usable
+from compose_project import (
+    SILENCE_LIMIT_S,
+    TIMES_ARE_TOLD,
+    WHOLE_LIMIT_S,
+    Project,
+    body_of,
+    condition,
+    process_state,
+    processors,
+    usable,
+)
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pd_nodes import free_ports
@@ -31,15 +41,13 @@ from references import all_references, near_tie_or_none
 pytestmark = [
     pytest.mark.docker,
     pytest.mark.model,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
 READY_LIMIT_S = 90.0
 ROUTER_READY_LIMIT_S = 3.0
 ROUTER_IMAGE_LIMIT_BYTES = 200 * 10**6
-WHOLE_LIMIT_S = 120.0
-SILENCE_LIMIT_S = 2.0
 REGISTRY_LEASE_S = 6.0
 QUESTIONS, STREAMS, ANSWERS_AFTERWARDS = 12, 4, 6
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
@@ -58,6 +66,7 @@ class Deployed(Project):
         ports = {"HTTP_PORT": http, "GRPC_PORT": grpc_port, "HTTP_PORT_1": http_1, "GRPC_PORT_1": grpc_1}
         environment = {name: str(port) for name, port in ports.items()}
         environment |= {"COMPOSE_PROFILES": "cpu,two-routers", "DTYPE": "float32", "KV_CACHE_MEMORY": "192MiB"}
+        environment |= {"SILENCE_LIMIT": str(SILENCE_LIMIT_S)}
         super().__init__(engine, "decant", ("docker-compose.yml", "tests/compose/small.yml"), environment)
 
     async def usable(self, router: str = "router") -> set[str]:
@@ -120,6 +129,11 @@ def tell(line: str) -> None:
     print(f"\ncompose: {line}", flush=True)  # noqa: T201 - figures for the log
 
 
+def judged(line: str, seconds: float, limit_s: float) -> None:
+    tell(f"{line} (limit {limit_s:.0f} s)")
+    assert seconds < limit_s or TIMES_ARE_TOLD
+
+
 async def test_images_are_built_and_a_routers_is_small(engine: Engine, built: Built) -> None:
     sizes = {name: engine.image_bytes(name) for name in (ROUTER, NODE)}
     told = ", ".join(f"{name} {size / 10**6:.0f} MB" for name, size in sizes.items())
@@ -134,8 +148,7 @@ async def test_everything_is_ready_within_90_s_on_an_engine_that_has_only_the_im
     deployed.compose("up", "--detach", "--no-build")
     await deployed.whole()
     seconds = time.monotonic() - begun
-    tell(f"ready {seconds:.0f} s after `up`, the model's conversion included")
-    assert seconds < READY_LIMIT_S
+    judged(f"ready {seconds:.0f} s after `up`, the model's conversion included", seconds, READY_LIMIT_S)
 
 
 async def test_a_router_that_is_started_again_is_ready_within_3_s(deployed: Deployed) -> None:
@@ -150,9 +163,8 @@ async def test_a_router_that_is_started_again_is_ready_within_3_s(deployed: Depl
 
     await condition(ready, WHOLE_LIMIT_S, "router-1 is ready")
     seconds = time.monotonic() - begun
-    tell(f"a router is ready {seconds:.1f} s after `docker start`")
     await deployed.whole()
-    assert seconds < ROUTER_READY_LIMIT_S
+    judged(f"a router is ready {seconds:.1f} s after `docker start`", seconds, ROUTER_READY_LIMIT_S)
 
 
 async def test_every_container_is_bounded_unprivileged_and_healthy(deployed: Deployed) -> None:
@@ -170,7 +182,7 @@ async def test_every_container_is_bounded_unprivileged_and_healthy(deployed: Dep
         async def healthy(service: str = service) -> bool:
             return bool(deployed.state(service)["Health"]["Status"] == "healthy")
 
-        await condition(healthy, 60, f"{service} is healthy")
+        await condition(healthy, WHOLE_LIMIT_S, f"{service} is healthy")
 
 
 async def test_no_key_is_in_a_containers_description_its_command_line_or_its_log(deployed: Deployed) -> None:
@@ -255,7 +267,7 @@ async def test_f01_a_prefill_node_killed_in_mid_transfer_costs_nobody_anything(d
     async def noticed() -> bool:
         return await transfers_failed(deployed) > failed_before
 
-    await condition(noticed, 30, "a decode node counts the transfer that failed")
+    await condition(noticed, 30 + SILENCE_LIMIT_S, "a decode node counts the transfer that failed")
     await all_is_well(load)
     await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prefill-0")
     await deployed.whole()
@@ -283,7 +295,7 @@ async def test_f05_f22_a_decode_node_killed_in_mid_stream_moves_its_streams_and_
     async def moved() -> bool:
         return await streams_moved(deployed) > moved_before
 
-    await condition(moved, 30, "a router moved a request")
+    await condition(moved, 30 + SILENCE_LIMIT_S, "a router moved a request")
     await all_is_well(load)
     await asyncio.to_thread(deployed.engine.docker, "start", container)
     await deployed.whole()
@@ -299,7 +311,9 @@ async def test_a_node_taken_off_the_network_is_missed_by_nobody_and_comes_back_u
 ) -> None:
     container, network = deployed.container("decode-1"), f"{deployed.name}_inner"
     await asyncio.to_thread(deployed.engine.docker, "network", "disconnect", "--force", network, container)
-    lost_after = await condition(lambda: refused(deployed, "decode-1"), 10, "the router refuses decode-1 work")
+    lost_after = await condition(
+        lambda: refused(deployed, "decode-1"), 10 + SILENCE_LIMIT_S, "the router refuses decode-1 work"
+    )
     assert deployed.engine.inspect(container)["NetworkSettings"]["Networks"] == {}
     assert deployed.state("decode-1")["Status"] == "running"
     await all_is_well(load)
@@ -411,7 +425,7 @@ async def test_f24_redis_is_gone_for_longer_than_its_leases_and_nodes_come_back_
         keys = deployed.engine.docker("exec", redis, "redis-cli", "--raw", "keys", "decant:node:*").split()
         return {key.rpartition(":")[2] for key in keys} == NODES
 
-    await condition(announced, 30, "every node has announced itself again")
+    await condition(announced, WHOLE_LIMIT_S, "every node has announced itself again")
     assert {node: deployed.state(node)["StartedAt"] for node in NODES} == lives
     await all_is_well(load)
 
@@ -476,7 +490,7 @@ async def test_at_the_end_nothing_is_held_and_no_answer_was_wrong(deployed: Depl
                 left.append(f"{node}: {held} held, slots {slots}")
         return not left
 
-    await condition(at_rest, 40, lambda: f"nothing is held; {left}")
+    await condition(at_rest, 40 + 2 * SILENCE_LIMIT_S, lambda: f"nothing is held; {left}")
 
 
 async def test_down_leaves_only_the_volumes_and_with_them_nothing(deployed: Deployed) -> None:

@@ -21,7 +21,7 @@ from chaos_models import ServedModel, served_model
 from chaos_network import Network, free_number
 from compose_engine import Engine
 from compose_images import Built
-from compose_project import Project, body_of, condition, usable
+from compose_project import WHOLE_LIMIT_S, Project, body_of, condition, usable
 from pd_nodes import Metrics
 
 from decant.default_model import cache_root, ensure_default_model
@@ -31,13 +31,12 @@ pytestmark = [
     pytest.mark.docker,
     pytest.mark.netns,
     pytest.mark.model,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
 ROLES = ("router", "prefill", "decode")
 USER = 10001
-WHOLE_LIMIT_S = 120.0
 QUESTIONS, STREAMS, ANSWERS_AFTERWARDS = 6, 2, 4
 
 
