@@ -191,7 +191,7 @@ class Board:
 
     def _failures(self, links: Iterable[NodeLink], now_s: float) -> list[dict[str, Any]]:
         """The latest first."""
-        found = [
+        found: list[dict[str, Any]] = [
             {
                 "age_s": now_s - failure.at_s,
                 "what": failure.what,

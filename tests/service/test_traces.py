@@ -48,7 +48,7 @@ class Collector(collector_grpc.TraceServiceServicer):
         self._lock = threading.Lock()
         self._traces: dict[str, list[Span]] = defaultdict(list)
         self._server = grpc.server(futures.ThreadPoolExecutor(2))
-        collector_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        collector_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
 

@@ -111,6 +111,7 @@ def log_events() -> set[str]:
             ):
                 event = node.args[0]
                 assert isinstance(event, ast.Constant), f"{file}:{node.lineno}: an event is a constant text"
+                assert isinstance(event.value, str)
                 found.add(event.value)
     return found
 
