@@ -19,6 +19,7 @@ GIVEN = {
     "REGISTRY": "redis://192.0.2.1:6379",
     "KEY_FILE": "/etc/decant/decant.key",
     "NODE_TARGET": "node-cpu",
+    "TLS_FOLDER": "/etc/decant/tls",
 }
 """What an operator must say for machines of their own."""
 

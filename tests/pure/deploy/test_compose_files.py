@@ -14,7 +14,7 @@ from compose_spec import PyCompose
 
 from decant.processes import ALL_FIELDS
 from foundation.config import Options
-from foundation.option_sources import parse
+from foundation.option_sources import ALWAYS_KNOWN_VARIABLES, parse, variable_name
 from node.options import DecodeOptions, PrefillOptions
 from router.options import RouterOptions
 
@@ -70,6 +70,13 @@ def test_every_process_that_serves_is_among_them() -> None:
 @pytest.mark.parametrize(**named(SERVING))
 def test_what_a_process_is_told_are_options_that_it_has(service: dict[str, Any]) -> None:
     assert isinstance(of_service(service), Options)
+
+
+@pytest.mark.parametrize("path", COMPOSE_FILES, ids=lambda path: path.name)
+def test_no_variable_of_ours_is_misspelt(path: Path) -> None:
+    known = {*map(variable_name, ALL_FIELDS), *ALWAYS_KNOWN_VARIABLES}
+    given = {name for service in services(path).values() for name in service.get("environment", {})}
+    assert {name for name in given if name.startswith("DECANT_")} <= known
 
 
 @pytest.mark.parametrize(**named(SERVING))
