@@ -78,8 +78,10 @@ USER decant
 ENTRYPOINT ["decant"]
 CMD ["--help"]
 
-# Triton compiles its kernels with the compiler that stays in. FlashInfer is left out of the lock because its build must fit
-# torch's: EXTRA_PACKAGES="flashinfer-python==..." adds it.
+# Triton compiles its kernels with the compiler that stays in. FlashInfer, which is in no lock, compiles its own with nvcc, so an
+# image with it stands on another base (Ubuntu 24.04 has Python 3.12):
+#   docker build --target node-gpu --build-arg BASE_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
+#     --build-arg EXTRA_PACKAGES="flashinfer-python==0.6.14 apache-tvm-ffi==0.1.10" .
 FROM build AS node-gpu
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_TRUSTED_HOST
 ARG TORCH_VERSION=2.13.0
@@ -87,9 +89,10 @@ ARG EXTRA_PACKAGES=
 COPY requirements.lock deploy/install_torch.sh /tmp/
 RUN pip install -q --no-deps -r /tmp/requirements.lock \
     && /tmp/install_torch.sh /opt/venv/bin/python cuda "${TORCH_VERSION}" unused \
-    && if [ -n "${EXTRA_PACKAGES}" ]; then pip install -q ${EXTRA_PACKAGES}; fi
+    && if [ -n "${EXTRA_PACKAGES}" ]; then pip install -q --no-deps ${EXTRA_PACKAGES}; fi
 COPY --from=app /opt/decant /opt/decant
-ENV NVIDIA_VISIBLE_DEVICES=all \
+ENV PATH=/opt/decant/bin:/opt/venv/bin:/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin \
+    NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER decant
 ENTRYPOINT ["decant"]
