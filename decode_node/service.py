@@ -207,7 +207,7 @@ class DecodeService:
         log.info("transfer ended", reason=reason, verified=account.verified_positions, **naming(transfer), **ids)
         if attempt is not None:
             attempt.trace.transfer_over(account, reason if reason != "done" else "")
-            self.lane_health.ended(NodeId(attempt.transferring_from), reason_label(reason))
+            self.lane_health.ended(NodeId(attempt.transferring_from), reason_label(reason), account.seconds)
             self.lane_rates.carried(NodeId(attempt.transferring_from), account.bytes_per_second)
         if attempt is not None and attempt.state.phase is Phase.ENDING:
             if reason != "done":

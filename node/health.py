@@ -48,6 +48,7 @@ class _Lane:
     """How the lane from one prefill node has behaved of late. `rests_until`: nobody should use it before."""
 
     failures: int = 0
+    failed_at: float = 0.0
     reason: str = ""
     since: float = 0.0
     rests_until: float = 0.0
@@ -64,7 +65,7 @@ class LaneHealth:
 
     FAILURES = frozenset(
         {
-            *("transfer_stalled", "dial_timeout", "unreachable", "not_expected", "endpoint_failed", "ucx_unavailable"),
+            *("transfer_stalled", "dial_timeout", "unreachable", "not_expected", "ucx_unavailable"),
             *("lane_cannot_fence", "self_test_failed", "self_test_timeout"),
         }
     )
@@ -86,12 +87,15 @@ class LaneHealth:
         if lane is None or not lane.reason.startswith("lane_too_slow"):
             self._lanes[peer] = _Lane(worked=True)
 
-    def ended(self, peer: NodeId, reason: str) -> None:
-        """A transfer ended without its KV, for this reason."""
+    def ended(self, peer: NodeId, reason: str, seconds: float) -> None:
+        """A transfer ended without its KV, for this reason, after so long. Those that were under way together fail once."""
         if reason not in self.FAILURES:
             return
-        lane = self._lanes.setdefault(peer, _Lane())
+        now, lane = self._now(), self._lanes.setdefault(peer, _Lane())
+        if lane.failures and now - seconds < lane.failed_at:
+            return
         lane.failures += 1
+        lane.failed_at = now
         lane.worked = False
         if lane.failures >= LANE_FAILURES_BEFORE_BROKEN:
             doublings = lane.failures - LANE_FAILURES_BEFORE_BROKEN

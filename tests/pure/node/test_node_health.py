@@ -69,9 +69,10 @@ P0, P1 = NodeId("p0"), NodeId("p1")
 def test_f25_a_data_plane_over_which_nothing_comes_is_named_with_its_peer_and_age() -> None:
     clock = Clock()
     lanes = lane_health(clock)
-    lanes.ended(P0, "transfer_stalled")
+    lanes.ended(P0, "transfer_stalled", 2.0)
     assert lanes.check() is None, "once is no pattern"
-    lanes.ended(P0, "transfer_stalled")
+    clock.now += 3
+    lanes.ended(P0, "transfer_stalled", 2.0)
     clock.now += 1.5
     assert lanes.broken() == {P0: "transfer_stalled"}
     problem = lanes.check()
@@ -87,31 +88,44 @@ def test_f25_a_broken_lane_rests_longer_each_time_and_one_success_mends_it() -> 
     lanes = lane_health(clock)
     rests = []
     for _ in range(8):
-        lanes.ended(P0, "dial_timeout")
+        clock.now += 5
+        lanes.ended(P0, "dial_timeout", 5.0)
         begun = clock.now
         while lanes.broken():
             clock.now += 1
         rests.append(clock.now - begun)
     assert rests == [0, 2, 4, 8, 16, 30, 30, 30]
     lanes.committed(P0)
-    lanes.ended(P0, "dial_timeout")
+    lanes.ended(P0, "dial_timeout", 5.0)
     assert lanes.broken() == {}
+
+
+def test_transfers_that_fail_together_are_one_failure_of_their_lane() -> None:
+    clock = Clock()
+    lanes = lane_health(clock)
+    for _ in range(20):
+        lanes.ended(P0, "transfer_stalled", 2.0)
+    clock.now += 1
+    lanes.ended(P0, "transfer_stalled", 3.0)
+    assert lanes.broken() == {}, "that one was under way with them"
+    lanes.ended(P0, "transfer_stalled", 0.9)
+    assert set(lanes.broken()) == {P0}
 
 
 def test_a_broken_lane_beside_one_that_works_is_no_problem_of_the_node() -> None:
     lanes = lane_health(Clock())
     lanes.committed(P1)
     for _ in range(2):
-        lanes.ended(P0, "self_test_timeout")
+        lanes.ended(P0, "self_test_timeout", 0.0)
     assert set(lanes.broken()) == {P0}
     assert lanes.check() is None
 
 
 def test_what_a_peer_is_to_blame_for_breaks_no_lane() -> None:
     lanes = lane_health(Clock())
-    for reason in ("prefill_stalled", "silent", "refused", "peer_closed", "bad_digest", "cancelled"):
-        lanes.ended(P0, reason)
-        lanes.ended(P0, reason)
+    for reason in ("prefill_stalled", "silent", "refused", "peer_closed", "endpoint_failed", "bad_digest", "cancelled"):
+        lanes.ended(P0, reason, 0.0)
+        lanes.ended(P0, reason, 0.0)
     assert lanes.broken() == {}
 
 
