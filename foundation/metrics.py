@@ -10,7 +10,7 @@ Must not know: who counts, and when.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -35,6 +35,7 @@ NOT_READY_REASONS = (
     *("loading_model", "engine_stalled", "data_plane", "quarantine_full", "draining"),
     *("no_decode_node", "no_usable_decode_node"),
 )
+CERTIFICATE_PLANES = ("front", "internal")
 KV_BLOCK_STATES = ("free", "cached", "in_use")
 KV_TRANSFER_STATES = ("asked", "queued", "reserved", "landing", "sending", "sealed", "committed", "ending")
 STAGING_SLOT_STATES = ("free", "posted", "landed", "scattering", "sending", "quarantined")
@@ -134,6 +135,10 @@ class GaugeByState:
         gauge = Gauge(name, help, [label], registry=registry)
         self._children = {state: gauge.labels(state) for state in states}
 
+    def follow(self, state: str, read: Callable[[], float]) -> None:
+        """From now on `read` is asked whenever the metrics are. Raises KeyError for a state that was not declared."""
+        self._children[state].set_function(read)
+
     def set(self, **amounts: float) -> None:
         """Raises KeyError for a state that was not declared."""
         for state, amount in amounts.items():
@@ -192,6 +197,13 @@ class ServingMetrics:
             "tls_failures_total",
             "TLS handshakes that failed: dialled from here, and of HTTPS clients; gRPC servers cannot tell",
             TLS_FAILURES,
+        )
+        self.tls_certificate_not_after_seconds = GaugeByState(
+            "decant_tls_certificate_not_after_seconds",
+            "When this process's certificate expires, in seconds since 1970; 0: it has none",
+            CERTIFICATE_PLANES,
+            self.registry,
+            label="plane",
         )
         self.ready = self._gauge("ready", "1 while /health says ready, else 0")
         self.not_ready_seconds = GaugeByState(

@@ -60,6 +60,8 @@ class Certificate:
     chain: bytes
     private_key: bytes = field(repr=False)
     authority: bytes
+    not_after_s: float
+    """When the first certificate of the chain expires, in seconds since 1970."""
 
 
 TlsIdentity = Reloaded[Certificate]
@@ -95,9 +97,8 @@ def read_member(files: TlsFiles, server_name: str | None) -> TlsIdentity:
     assert files.authority is not None, "the internal plane is mutual"
 
     def read() -> Certificate:
-        content = _read(files)
-        _shake_hands_with_ourselves(files, server_name)
-        return content
+        chain, private_key, authority = _read(files)
+        return Certificate(chain, private_key, authority, _shake_hands_with_ourselves(files, server_name, mutual=True))
 
     return Reloaded(files.paths, read)
 
@@ -106,9 +107,8 @@ def read_front(files: TlsFiles) -> TlsIdentity:
     """A server that clients dial. Raises ConfigurationError."""
 
     def read() -> Certificate:
-        content = _read(files)
-        server_context(files, ssl.CERT_REQUIRED if files.authority else ssl.CERT_NONE)
-        return content
+        chain, private_key, authority = _read(files)
+        return Certificate(chain, private_key, authority, _shake_hands_with_ourselves(files, None, mutual=False))
 
     return Reloaded(files.paths, read)
 
@@ -154,7 +154,8 @@ def _load_authority(context: ssl.SSLContext, files: TlsFiles) -> None:
         raise ConfigurationError(files.names.authority, problem) from None
 
 
-def _read(files: TlsFiles) -> Certificate:
+def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes]:
+    """Chain, key, authority."""
     content = {}
     named = {
         files.names.certificate: files.certificate,
@@ -169,28 +170,41 @@ def _read(files: TlsFiles) -> Certificate:
             raise ConfigurationError(name, f"{path} cannot be read: {error.strerror}") from None
         if open_to_all:
             raise ConfigurationError(name, f"{path} is open to everybody; chmod 600 it (640 for a group)")
-    return Certificate(*content.values())
+    chain, private_key, authority = content.values()
+    return chain, private_key, authority
 
 
-def _shake_hands_with_ourselves(files: TlsFiles, server_name: str | None) -> None:
-    """Both ends of a mutual handshake with the same files, in memory. Raises ConfigurationError."""
-    server = server_context(files, ssl.CERT_REQUIRED)
+def _shake_hands_with_ourselves(files: TlsFiles, server_name: str | None, *, mutual: bool) -> float:
+    """Both ends of a handshake with the same files, in memory; when the certificate expires, in seconds since 1970.
+
+    Whether clients trust a front is theirs to say: there the certificate itself is the authority. Raises ConfigurationError.
+    """
+    server = server_context(files, ssl.CERT_REQUIRED if mutual else ssl.CERT_NONE)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    load_chain(client, files)
-    _load_authority(client, files)
+    if mutual:
+        load_chain(client, files)
+        _load_authority(client, files)
+    else:
+        client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        client.load_verify_locations(files.certificate)
     client.check_hostname = server_name is not None
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [
-        client.wrap_bio(to_client, to_server, server_hostname=server_name),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    ]
+    dialling = client.wrap_bio(to_client, to_server, server_hostname=server_name)
+    ends = [dialling, server.wrap_bio(to_server, to_client, server_side=True)]
     try:
         for _ in range(HANDSHAKE_ROUNDS):
             ends = [end for end in ends if not _done(end)]
     except ssl.SSLError as error:
-        problem = f"{files.certificate} would be refused by others with {files.authority}: {_words(error)}"
+        problem = f"{files.certificate} would be refused by others: {_words(error)} ({_trusted(files, mutual)})"
         raise ConfigurationError(files.names.certificate, problem) from None
     assert not ends, "a handshake in memory ends"
+    shown = dialling.getpeercert()
+    assert shown, "a certificate that was verified can be read"
+    return ssl.cert_time_to_seconds(str(shown["notAfter"]))
+
+
+def _trusted(files: TlsFiles, mutual: bool) -> str:
+    return f"they trust {files.authority}" if mutual else "whomever they trust"
 
 
 def _done(end: ssl.SSLObject) -> bool:

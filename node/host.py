@@ -146,6 +146,8 @@ class _Host:
             own_name=options.advertise_address,
             failed=self._metrics.tls_failures_total.count,
         )
+        if (identity := self._plane.identity) is not None:
+            self._metrics.tls_certificate_not_after_seconds.follow("internal", lambda: identity.current().not_after_s)
         self._feed: EngineFeed | None = None
         self._serving: _Serving | None = None
         self._announcer: Announcer | None = None

@@ -54,6 +54,11 @@ class Access:
         self._keys = keys
         self._denied = denied
 
+    @property
+    def required(self) -> bool:
+        """Whether anybody must present a key at all."""
+        return self._keys.required
+
     def to_path(self, path: str, authorization: str | None) -> Caller | Denied:
         if path in OPEN_PATHS:
             return Caller()

@@ -54,16 +54,16 @@ class GrpcFront:
         self._options = options
         self._front = front
         self._internal = internal
+        guards = (AccessInterceptor(access),) if access.required else ()
         self._server = grpc.aio.server(
-            interceptors=(AccessInterceptor(access),),
+            interceptors=guards,
             options=_server_options(options.max_body_bytes, options.max_header_bytes),
             maximum_concurrent_rpcs=options.max_connections,
         )
         self._registry_server = self._server
         if options.has_own_registry_port:
             limits = _server_options(LARGEST_ANNOUNCEMENT_BYTES, options.max_header_bytes)
-            asked_for = () if internal.identity is not None else (AccessInterceptor(access),)
-            self._registry_server = grpc.aio.server(interceptors=asked_for, options=limits)
+            self._registry_server = grpc.aio.server(interceptors=() if internal.identity else guards, options=limits)
         self._health = health_aio.HealthServicer()
         self._ready: bool | None = None
 

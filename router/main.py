@@ -27,7 +27,7 @@ from foundation.metrics import RouterMetrics
 from foundation.model_folder import resolve_model_folder, served_model_name
 from foundation.ports import require_free_port
 from foundation.registry_redis import RedisRegistry
-from foundation.tls import RenewedContext
+from foundation.tls import RenewedContext, TlsIdentity
 from foundation.tracing import open_tracer
 from net.grpc_plane import GrpcPlane, internal_plane
 from router.access import Access
@@ -130,6 +130,8 @@ class Router:
         self._live_page = LivePage(board, Curves(self.metrics), now)
         files = options.front_files()
         tls = None if files is None else RenewedContext(files, handshake_failed)
+        _watch_expiry(self.metrics, "front", None if tls is None else tls.identity)
+        _watch_expiry(self.metrics, "internal", plane.identity)
         refused = self.metrics.requests_refused_total.count
         access = Access(api_keys or ApiKeyStore(None), refused)
         edge = HttpEdge(_http_limits(options), access, tls, refused)
@@ -209,6 +211,11 @@ def listen(setting: str, host: str, port: int) -> socket.socket:
 def _internal_plane(options: RouterOptions, failed: Callable[[str], None]) -> GrpcPlane:
     files = (options.tls_cert_file, options.tls_key_file, options.tls_ca_file)
     return internal_plane(*files, server_name=options.tls_server_name, failed=failed)
+
+
+def _watch_expiry(metrics: RouterMetrics, plane: str, identity: TlsIdentity | None) -> None:
+    if identity is not None:
+        metrics.tls_certificate_not_after_seconds.follow(plane, lambda: identity.current().not_after_s)
 
 
 def _http_limits(options: RouterOptions) -> HttpLimits:

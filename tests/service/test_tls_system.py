@@ -12,6 +12,7 @@ import ssl
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -24,7 +25,7 @@ import grpc.aio
 import pytest
 from certificates import Authority, Files
 from decant_proto.v1 import node_pb2, node_pb2_grpc, registry_pb2, registry_pb2_grpc
-from pd_nodes import NodeProcess, eventually, free_ports, start_node, until_ready
+from pd_nodes import Metrics, NodeProcess, eventually, free_ports, start_node, until_ready
 from pd_router_client import attached_over, greedy, prefill_choice
 from router_under_test import router_with, until
 
@@ -44,6 +45,7 @@ from node.announcer import open_registry
 pytestmark = [pytest.mark.sockets, pytest.mark.timeout(240)]
 
 START_LIMIT_S = 100.0
+PLANES = ("front", "internal")
 SMALL = ("--num-gpu-blocks-override=256", "--max-num-seqs=8", "--slot-bytes=16KiB", "--staging-bytes=512KiB")
 PROMPT = "a prompt that fills a few blocks; " * 4
 
@@ -173,6 +175,8 @@ async def test_the_front_asks_for_tls_and_a_key(system: System) -> None:
     writer.close()
     _, metrics = await system.get("/metrics")
     assert 'decant_tls_failures_total{reason="not_tls"} 0' not in metrics
+    expiries = {plane: Metrics(metrics).value("tls_certificate_not_after_seconds", plane=plane) for plane in PLANES}
+    assert min(expiries.values()) > time.time()
     assert (await system.get("/v1/models"))[0] == 401
     async with AsyncClient(f"127.0.0.1:{system.ports['grpc']}", tls=Tls(ca_file=system.front.file)) as client:
         with pytest.raises(ApiError) as caught:

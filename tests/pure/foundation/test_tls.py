@@ -109,6 +109,19 @@ def test_a_front_may_keep_its_key_in_the_certificates_file(authority: Authority,
     assert read_front(found).current().authority == b""
 
 
+def test_an_expired_front_is_refused_and_a_good_one_says_when_it_expires(authority: Authority) -> None:
+    def front(files: Files) -> TlsFiles:
+        found = front_files(str(files.certificate), str(files.private_key), None)
+        assert found is not None
+        return found
+
+    end = datetime.now(UTC).replace(microsecond=0) + timedelta(days=3)
+    found = read_front(front(authority.issue("three-days", not_after=end))).current()
+    assert found.not_after_s == end.timestamp()
+    with pytest.raises(ConfigurationError, match=r"--ssl-certfile: .* expired"):
+        read_front(front(authority.issue("over", not_after=datetime.now(UTC) - timedelta(days=1))))
+
+
 def test_failed_handshakes_of_a_front_are_counted_by_name(authority: Authority) -> None:
     files = authority.issue("counted")
     front = front_files(str(files.certificate), str(files.private_key), str(files.authority))
