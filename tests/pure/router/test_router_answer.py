@@ -1,0 +1,139 @@
+"""Pieces of an answer reach its client once and in order, whether they are pushed as they come or wait for the reader."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+from decant_proto.v1 import types_pb2
+
+from router.admission import Admission
+from router.answer import AnswerStream, Piece
+from router.generation import Generation, Sampling
+from router.journey import Ending
+from router.text import Detokenizer
+
+SAMPLING = Sampling(
+    seed=1,
+    max_tokens=1000,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    min_tokens=0,
+    ignore_eos=False,
+    stop_token_ids=(),
+    stop=("<end>",),
+    logprobs=None,
+)
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+def token(character: str, position: int) -> list[types_pb2.Token]:
+    return [types_pb2.Token(position=position, token_id=ord(character))]
+
+
+@dataclass
+class Written:
+    """Implements `Push`, and is what the client has got."""
+
+    text: str = ""
+    reads: bool = True
+    pushed: int = 0
+
+    def ready(self) -> bool:
+        return self.reads
+
+    def take(self, piece: Piece) -> None:
+        assert not piece.last
+        self.pushed += 1
+        self.text += piece.text
+
+
+@dataclass
+class Reader:
+    """What an endpoint does: the first piece is written by itself, then pieces are pushed."""
+
+    stream: AnswerStream
+    written: Written = field(default_factory=Written)
+    last: Piece | None = None
+
+    async def read(self) -> None:
+        while True:
+            piece = await self.stream.next()
+            self.written.text += piece.text
+            self.stream.push = self.written
+            if piece.last:
+                self.last = piece
+                return
+
+
+def new_stream(stopped: list[str]) -> AnswerStream:
+    generation = Generation("r", (1, 2), SAMPLING, 60.0)
+    return AnswerStream(generation, Detokenizer(letters), lambda: stopped.append("stop"), lambda: stopped.append("left"))
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_pieces_come_once_and_in_order_whether_the_client_reads_or_not(seed: int) -> None:
+    chance = random.Random(seed)
+    text = "".join(chance.choices("abcdefgh", k=200))
+    stream = new_stream([])
+    reader = Reader(stream)
+    reading = asyncio.create_task(reader.read())
+    for position, character in enumerate(text):
+        reader.written.reads = chance.random() < 0.7
+        stream.deliver_one(cast("list[types_pb2.Token]", token(character, position)))
+        if chance.random() < 0.5:
+            await asyncio.sleep(0)
+    stream.finish(Ending.LENGTH)
+    await reading
+    assert reader.written.text == text
+    assert reader.written.pushed > 10
+    assert reader.last is not None
+    assert reader.last.finish_reason == "length"
+    assert stream.completion_tokens == len(text)
+
+
+async def test_a_stop_string_that_is_complete_in_a_pushed_piece_ends_the_answer() -> None:
+    stopped: list[str] = []
+    stream = new_stream(stopped)
+    reader = Reader(stream)
+    reading = asyncio.create_task(reader.read())
+    for position, character in enumerate("some text<end>"):
+        stream.deliver_one(token(character, position))
+        await asyncio.sleep(0)
+    await asyncio.wait_for(reading, 1)
+    assert stopped == ["stop"]
+    assert reader.written.text == "some text"
+    assert reader.last is not None
+    assert (reader.last.finish_reason, reader.last.stop_reason) == ("stop", "<end>")
+
+
+async def test_nothing_is_pushed_before_the_reader_has_written_the_beginning() -> None:
+    stream = new_stream([])
+    stream.deliver_one(token("a", 0))
+    stream.deliver_one(token("b", 1))
+    piece = await stream.next()
+    assert piece.text == "ab"
+
+
+def test_waiting_is_bounded_by_requests_and_by_tokens_and_a_long_prompt_may_wait_alone() -> None:
+    admission = Admission(most_waiting=2, most_waiting_tokens=100)
+    assert admission.refusal(500) is None
+    admission.enter(500)
+    assert "500 tokens" in (admission.refusal(1) or "")
+    admission.leave(500)
+    for _ in range(2):
+        assert admission.refusal(50) is None
+        admission.enter(50)
+    assert "2 requests" in (admission.refusal(1) or "")
+    admission.leave(50)
+    assert admission.refusal(50) is None
+    assert "50 tokens" in (admission.refusal(51) or "")
