@@ -219,6 +219,20 @@ async def test_where_the_receiver_reads_a_matched_receive_outlives_its_peer_and_
     assert isinstance(await closing, Fenced)
 
 
+@pytest.mark.parametrize("world", ["reads", "writes"], indirect=True)
+async def test_memory_that_the_peer_still_reads_is_fenced_later_when_it_does_not(world: World) -> None:
+    assert isinstance(world, MemoryWorld)
+    near = await Near.dial(world, await world.listen())
+    world.network.hold(tag(0), MIDDLE_BYTES // 2)
+    await world.far_receive(7, tag(0), MIDDLE_BYTES, seed=16)
+    near.send(tag(0), pattern(MIDDLE_BYTES, 16))
+    await until(lambda: any(message.read_bytes for message in world.network.moving))
+    assert await near.session.close() == NotFenced(7, frozenset())
+    assert not near.session.fence.done()
+    world.let_go(tag(0))
+    assert isinstance(await asyncio.wait_for(near.session.fence, DEADLINE_S), Fenced)
+
+
 @pytest.mark.parametrize("world", ["writes"], indirect=True)
 async def test_where_the_sender_writes_neither_error_nor_close_is_a_fence(world: World) -> None:
     near = await Near.dial(world, await world.listen())
