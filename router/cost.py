@@ -3,12 +3,12 @@
     alone    = (queued on D + missing on D + streams x steps) / speed of D
     together = (queued on P + missing on P) / speed of P + exposed transfer
     exposed  = fixed cost + max(0, bytes / bandwidth - time in which P computes)
-    delay    = streams x missing on D / speed of D
+    delay    = weight x streams x missing on D / speed of D
 
 Work and what is missing are counted in prompt tokens, speeds in tokens a second as nodes measure their own. Each step in which D
 computes a part of the prompt also computes one token of every stream that it decodes. The transfer of one chunk overlaps the
-computing of the next, so only what the wire needs longer than the computing is seen. `delay` is what the streams on D wait in
-all while D computes the prompt: P spares them that, so the prompt goes to P where together < alone + delay. A node that has not
+computing of the next, so only what the wire needs longer than the computing is seen. `delay` is what the streams on D wait while
+D computes the prompt, weighed: P spares them that, so the prompt goes to P where together < alone + delay. A node that has not
 been measured yet is taken to be as fast as the other, and a lane that has not been to be fast: both get measured by being used.
 Source and limits: docs/cost-model.md.
 
@@ -22,6 +22,10 @@ from enum import Enum
 
 FIXED_TRANSFER_S = 0.003
 """Messages of the control plane, reservation and commit, which no bandwidth makes shorter (measured on one host)."""
+
+STREAM_WAIT_WEIGHT = 0.1
+"""What a second that a stream is slower by weighs against a second until a first token. With 1 the sum of all waiting would be
+least, and first tokens would queue for P while D has time (measured: docs/cost-model.md)."""
 
 
 class Choice(Enum):
@@ -69,7 +73,7 @@ class Prediction:
     alone_s: float | None
     together_s: float | None
     delay_s: float = 0.0
-    """What the streams on D would wait in all if it computed the prompt."""
+    """What the streams on D would wait if it computed the prompt, weighed."""
 
     @property
     def remote(self) -> bool:
@@ -86,7 +90,7 @@ def predict(decode: Work, prefill: Work, transfer: Transfer) -> Prediction:
     wire_s = transfer.transfer_bytes / transfer.bytes_per_second if transfer.bytes_per_second else 0.0
     exposed_s = transfer.fixed_s + max(0.0, wire_s - computing_s)
     together_s = prefill.queued_tokens / prefill_speed + computing_s + exposed_s
-    delay_s = decode.streams * decode.missing_tokens / decode_speed
+    delay_s = STREAM_WAIT_WEIGHT * decode.streams * decode.missing_tokens / decode_speed
     choice = Choice.PREFILL_IS_FASTER if together_s < alone_s + delay_s else Choice.DECODE_IS_FASTER
     return Prediction(choice, alone_s, together_s, delay_s)
 

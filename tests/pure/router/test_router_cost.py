@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foundation.ids import Incarnation, NodeId
 from foundation.registry_entry import Role
-from router.cost import FIXED_TRANSFER_S, Choice, Transfer, Work, predict
+from router.cost import FIXED_TRANSFER_S, STREAM_WAIT_WEIGHT, Choice, Transfer, Work, predict
 from router.placement import Candidate, Disaggregate, NodeKey, Placement, PrefixMemory, place, prefix_chain
 
 TOKEN_BYTES = 128 * 1024
@@ -47,10 +47,10 @@ def test_streams_on_d_share_its_steps_and_what_they_would_wait_counts() -> None:
     busy = Work(0, 2048, SPEED, streams=16, step_tokens=512)
     found = predict(busy, Work(0, 2048, SPEED), transfer(2048, 50.0))
     assert found.alone_s == pytest.approx((2048 + 4 * 16) / SPEED)
-    assert found.delay_s == pytest.approx(16 * 2048 / SPEED)
+    assert found.delay_s == pytest.approx(STREAM_WAIT_WEIGHT * 16 * 2048 / SPEED)
     assert found.choice is Choice.PREFILL_IS_FASTER
-    one_stream, slower_by_half = replace(busy, streams=1), transfer(2048, 4.0)
-    found = predict(one_stream, Work(0, 2048, SPEED), slower_by_half)
+    one_stream, a_little_slower = replace(busy, streams=1), transfer(2048, 5.2)
+    found = predict(one_stream, Work(0, 2048, SPEED), a_little_slower)
     assert found.alone_s is not None
     assert found.together_s is not None
     assert found.alone_s < found.together_s, "alone would be the earlier first token"
