@@ -13,7 +13,7 @@ import grpc.aio
 import openai
 import pytest
 import pytest_asyncio
-from decant_proto.v1 import registry_pb2, registry_pb2_grpc
+from decant_proto.v1 import admin_pb2, inference_pb2, registry_pb2, registry_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fake_node import FakeNode
 from router_model_folder import write_model_folder
@@ -23,6 +23,7 @@ from decant.client import ApiError, AsyncClient
 from foundation.api_keys import Scope, add_api_key, remove_api_key
 from foundation.registry_entry import Role
 from node.announcer import open_registry
+from router.access import OPEN_PATHS
 from router.registry import entry_to_proto
 
 pytestmark = pytest.mark.sockets
@@ -78,6 +79,30 @@ async def test_without_a_good_key_nothing_is_answered_but_probes(guarded: Guarde
     assert refused._children["invalid_api_key"]._value.get() == 4 * (len(wrong) - 1)
     assert (await guarded.ask("/v1/completions", f"Bearer {key}", BODY))[0] == 200
     assert (await guarded.ask("/v1/completions", f"bearer  {key} ", BODY))[0] == 200
+
+
+async def test_no_path_and_no_method_is_open_by_accident(guarded: Guarded) -> None:
+    """Whatever is added to the router later is guarded, too."""
+    application = guarded.router.router._http._runner.app
+    routes = {(route.method, route.resource.canonical) for route in application.router.routes() if route.resource}
+    assert len(routes) > 10
+    for method, path in routes:
+        url = guarded.router.url + path.replace("{model:.+}", "x").replace("{name}", "x")
+        async with guarded.router.http.request(method, url) as response:
+            assert response.status == (200 if path in OPEN_PATHS else 401), (method, path)
+    names = [
+        f"/{service.full_name}/{method.name}"
+        for module in (admin_pb2, inference_pb2, registry_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
+    assert len(names) > 5
+    async with grpc.aio.insecure_channel(guarded.router.grpc_address) as channel:
+        for name in (*names, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "/made.up/Method"):
+            call: Any = channel.unary_unary(name)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(b"")
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, name
 
 
 async def test_the_openai_client_takes_a_key_and_names_a_wrong_one(guarded: Guarded) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -84,9 +85,35 @@ async def test_f24_the_first_answer_comes_whatever_was_started_first(
                     stack.push_async_callback(announcing.close)
                     stack.callback(task.cancel)
         (router,) = routers
-        await until(lambda: not router.router.fleet.not_ready_reasons())
+        await until(partial(_is_ready, router))
         status, _ = await router.post("/v1/completions", {"model": "tiny-model", "prompt": "x", "max_tokens": 2})
         assert status == 200
+
+
+def _is_ready(router: RouterUnderTest) -> bool:
+    return not router.router.fleet.not_ready_reasons()
+
+
+async def test_f22_a_router_may_be_restarted_again_and_again_and_its_nodes_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "ANNOUNCE_EVERY_S", 0.05)
+    folder, port = write_model_folder(tmp_path / "tiny-model"), free_port()
+    node = FakeNode("d0", tokenizer=ModelText.from_folder(folder).fingerprint or "")
+    await node.start()
+    announcing = Announcer(open_registry(f"127.0.0.1:{port}"), node.entry)
+    task = asyncio.create_task(announcing.run())
+    try:
+        for life in range(1, 5):
+            async with router_with(folder, grpc_port=port) as router:
+                await until(partial(_is_ready, router))
+                body = {"model": "tiny-model", "prompt": "x", "max_tokens": 2}
+                assert (await router.post("/v1/completions", body))[0] == 200
+                assert node.attached == life
+    finally:
+        task.cancel()
+        await announcing.close()
+        await node.kill()
 
 
 async def test_f23_a_node_that_is_stopped_while_it_loads_its_model_leaves_at_once(tmp_path: Path) -> None:

@@ -166,6 +166,8 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> str | None:
         ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "expired_certificate"),
         ("TLSV1_ALERT_UNKNOWN_CA", "refused_by_peer"),
         ("Hostname Verification Check failed.", "wrong_name"),
+        ("Hostname mismatch, certificate is not valid for 'x'", "wrong_name"),
+        ("DNS resolution failed: hostname x not found", None),
         ("connection refused", None),
         ("", None),
     ],
