@@ -9,26 +9,26 @@ Must not know: clocks, transports.
 
 from __future__ import annotations
 
+from collections import deque
+
 SHORTEST_STRETCH_S = 0.002
-"""Landings are noticed by an event loop, several at once when it was busy: shorter stretches say nothing."""
+STRETCH_PARCELS = 3
+"""Landings are noticed by an event loop, several at once when it was busy: one that follows another closely says nothing."""
 
 
 class LandingRate:
-    __slots__ = ("_begun_s", "_bytes", "bytes_per_second")
+    __slots__ = ("_landed", "_landed_bytes", "bytes_per_second")
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
         """Of the best stretch; 0 until there was one."""
-        self._begun_s: float | None = None
-        self._bytes = 0
+        self._landed: deque[tuple[float, int]] = deque(maxlen=1 + STRETCH_PARCELS)
+        """When a parcel landed, and how many bytes had by then; the oldest only begins a stretch, for it was sent before that."""
+        self._landed_bytes = 0
 
     def landed(self, payload_bytes: int, now_s: float) -> None:
-        """The first parcel only begins a stretch: when it was sent is not known."""
-        if self._begun_s is None:
-            self._begun_s = now_s
-            return
-        self._bytes += payload_bytes
-        seconds = now_s - self._begun_s
-        if seconds >= SHORTEST_STRETCH_S:
-            self.bytes_per_second = max(self.bytes_per_second, self._bytes / seconds)
-            self._begun_s, self._bytes = now_s, 0
+        self._landed_bytes += payload_bytes
+        self._landed.append((now_s, self._landed_bytes))
+        begun_s, before = self._landed[0]
+        if len(self._landed) > STRETCH_PARCELS and now_s - begun_s >= SHORTEST_STRETCH_S:
+            self.bytes_per_second = max(self.bytes_per_second, (self._landed_bytes - before) / (now_s - begun_s))
