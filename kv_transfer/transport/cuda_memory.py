@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -80,10 +81,12 @@ class _IpcHandle(ctypes.Structure):
 class CudaDevice:
     """GPU `index`, and its primary context, which this keeps alive. Raises TransportError (`cuda_unavailable`)."""
 
+    _handles_of_gpu: ClassVar[defaultdict[int, dict[int, bytes]]] = defaultdict(dict)
+
     def __init__(self, index: int) -> None:
         self.index = index
-        self._handles: dict[int, bytes] = {}
-        """Of what is allocated, by address."""
+        self._handles = self._handles_of_gpu[index]
+        """Of what this process has allocated there, by address, whoever asked for it."""
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
