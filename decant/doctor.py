@@ -58,7 +58,7 @@ def command(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     failed = False
     for finding in examine(request, cluster, environment):
         failed = failed or finding.grade is Grade.FAILS
-        sys.stdout.write(f"{finding.grade.value:<6}{finding.subject:<11}{finding.text}\n")
+        sys.stdout.write(f"{finding.grade.value:<7}{finding.subject:<11}{finding.text}\n")
     return 1 if failed else 0
 
 

@@ -119,14 +119,14 @@ class RouterOptions(Options):
         """What is unsafe about these options, in sentences; nothing where only this machine is listened to."""
         if is_only_of_this_machine(self.host):
             return []
-        front = f"{self.host}, ports {self.http_port} and {self.grpc_port}"
+        front = f"{self.host} (ports {self.http_port} and {self.grpc_port})"
         found = []
         if self.ssl_certfile is None:
             found.append(
                 f"what clients ask, are told, and show as API keys can be read on its way to {front}: --ssl-certfile"
             )
         if not api_keys_required and self.ssl_ca_certs is None:
-            found.append(f"whoever reaches {front}, may ask, look at requests and withhold nodes: --api-key-file")
+            found.append(f"whoever reaches {front} may ask, look at requests and withhold nodes: --api-key-file")
         if self.tls_cert_file is None:
             if self.registry == EMBEDDED and not api_keys_required:
                 found.append(
