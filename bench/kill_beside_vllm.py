@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--peer-venv", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--system", choices=("decant", "vllm"), action="append")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=PROMPT_TOKENS)
     parser.add_argument(
         "--share", type=float, default=0.25, help="of the shortest prompt's KV that moves before the kill"
     )
@@ -199,8 +200,8 @@ def main() -> None:
     config = json.loads((model / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     token_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * 4
-    enough_bytes = int(arguments.share * PROMPT_TOKENS[0] * token_bytes)
-    prompts = [make_prompts(1, tokens, seed)[0] for seed, tokens in enumerate(PROMPT_TOKENS)]
+    enough_bytes = int(arguments.share * min(arguments.prompt_tokens) * token_bytes)
+    prompts = [make_prompts(1, tokens, seed)[0] for seed, tokens in enumerate(arguments.prompt_tokens)]
     systems: dict[str, tuple[str, AbstractContextManager[Running]]] = {
         "decant": ("prefill", peer.decant(model, output / "decant", "0", "1")),
         "vllm": ("vllm-prefill", peer.vllm_pd(venv, model, output / "vllm", load_failure_policy="recompute")),

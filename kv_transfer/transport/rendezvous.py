@@ -1,4 +1,4 @@
-"""How two nodes exchange UCX worker addresses, and how a session's end is noticed at once on every lane.
+"""How two nodes exchange what it takes to reach each other (`contact`), and how a session's end is noticed at once on every lane.
 
 D connects to P's data address over plain TCP and says which session it is; P answers only for a session that it expects, so
 a stranger never reaches UCX. The connection then stays open, silent, as the session's lifeline: the kernel closes it when
@@ -7,8 +7,8 @@ the peer dies, however it dies, while UCX notices late over shared memory and ne
 (UCX's own listener does the exchange too, but it takes every interface and every caller, and endpoints made by it carried
 0.5 GB/s over shared memory where those made from addresses carried 5.)
 
-    D -> P   magic (8) | session u64 | greeting tag u64 | length u32 | worker address
-    P -> D   verdict u8 (1: welcome, 0: not expected) | length u32 | worker address
+    D -> P   magic (8) | session u64 | greeting tag u64 | length u32 | contact
+    P -> D   verdict u8 (1: welcome, 0: not expected) | length u32 | contact
 
 Must not know: ucxx, tags, lanes.
 """
@@ -37,7 +37,7 @@ class Call:
 
     session: int
     greeting_tag: int
-    worker_address: bytes
+    contact: bytes
 
 
 class Lifeline:
@@ -83,8 +83,8 @@ def refuse(writer: asyncio.StreamWriter) -> None:
     writer.close()
 
 
-def welcome(writer: asyncio.StreamWriter, worker_address: bytes) -> None:
-    writer.write(_ANSWER.pack(1, len(worker_address)) + worker_address)
+def welcome(writer: asyncio.StreamWriter, contact: bytes) -> None:
+    writer.write(_ANSWER.pack(1, len(contact)) + contact)
 
 
 async def place_call(address: str, call: Call) -> tuple[bytes, Lifeline]:
@@ -95,7 +95,7 @@ async def place_call(address: str, call: Call) -> tuple[bytes, Lifeline]:
     except OSError as error:
         raise TransportError("unreachable", f"data address {address}: {error}") from error
     try:
-        writer.write(_CALL.pack(MAGIC, call.session, call.greeting_tag, len(call.worker_address)) + call.worker_address)
+        writer.write(_CALL.pack(MAGIC, call.session, call.greeting_tag, len(call.contact)) + call.contact)
         verdict, length = _ANSWER.unpack(await reader.readexactly(_ANSWER.size))
         if verdict != 1:
             raise TransportError("not_expected", f"{address} does not expect session {call.session:#x}")

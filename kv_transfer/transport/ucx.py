@@ -1,7 +1,8 @@
 """The data plane over UCX, by way of UCXX: tagged messages between workers, one endpoint for each session.
 
-Both sides exchange worker addresses over the data port (`rendezvous`), greet each other over the new endpoint, so that a
-session is only handed out once bytes have travelled both ways, and read the lane that UCX chose from the endpoint itself.
+Both sides exchange what it takes to reach them over the data port (`rendezvous`, `contact`), greet each other over the new
+endpoint, so that a session is only handed out once bytes have travelled both ways, and read the lane that UCX chose from the
+endpoint itself.
 
 Receives are posted on the session's endpoint, which ends them with it. On lanes declared `close_fences_receives` that end is
 the fence: UCX has dropped what a late message would refer to.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -41,6 +42,7 @@ from kv_transfer.transport.base import (
     TransportError,
     mint_fence,
 )
+from kv_transfer.transport.contact import Contact, read_contact
 from kv_transfer.transport.cuda_memory import CudaDevice
 from kv_transfer.transport.lanes import Memory, lane_of_endpoint
 from kv_transfer.transport.rendezvous import (
@@ -205,6 +207,7 @@ class UcxTransport:
         """Raises TransportError (`ucx_unavailable`, `out_of_memory`)."""
         self.strangers_refused = 0
         self.stray_messages = 0
+        self._device = device
         self.memory: Memory = "host" if device is None else "cuda"
         self.greeting: Bytes = np.zeros(2, np.uint8) if device is None else cast(Bytes, device.allocate(2))
         """What all sessions greet with: one byte that is overwritten, one that is sent."""
@@ -228,11 +231,11 @@ class UcxTransport:
         return arrived
 
     async def dial(self, address: str, session: int, lost: LostCallback, deadline_s: float) -> DataSession:
-        call = Call(session, secrets.randbits(63) << 1, self.worker.address)
+        call = Call(session, secrets.randbits(63) << 1, self._contact())
         try:
             async with asyncio.timeout(deadline_s):
-                peer_address, lifeline = await place_call(address, call)
-                return await self._open(call, peer_address, lifeline, lost, dialled=True)
+                contact, lifeline = await place_call(address, call)
+                return await self._open(call, contact, lifeline, lost, dialled=True)
         except TimeoutError as error:
             raise TransportError("dial_timeout", f"{address} did not greet within {deadline_s} s") from error
 
@@ -265,9 +268,9 @@ class UcxTransport:
         if arrived is None or lost is None or arrived.done():
             self.strangers_refused += 1
             return refuse(writer)
-        welcome(writer, self.worker.address)
+        welcome(writer, self._contact())
         try:
-            session = await self._open(call, call.worker_address, Lifeline(reader, writer), lost, dialled=False)
+            session = await self._open(call, call.contact, Lifeline(reader, writer), lost, dialled=False)
         except BaseException as error:
             if not arrived.done():
                 arrived.set_exception(TransportError("unreachable", f"the greeting failed: {error!r}"))
@@ -279,14 +282,16 @@ class UcxTransport:
         return None
 
     async def _open(
-        self, call: Call, peer_address: bytes, lifeline: Lifeline, lost: LostCallback, *, dialled: bool
+        self, call: Call, peer_contact: bytes, lifeline: Lifeline, lost: LostCallback, *, dialled: bool
     ) -> UcxSession:
         try:
-            endpoint = self.worker.endpoint(peer_address)
+            contact = read_contact(peer_contact)
+            endpoint = self.worker.endpoint(contact.worker_address)
         except TransportError:
             lifeline.close()
             raise
         session = UcxSession(call.session, endpoint, lifeline, lost, self)
+        self._map(session, contact.memory_handles)
         self._sessions = {known for known in self._sessions if not known.over} | {session}
         tags = (call.greeting_tag, call.greeting_tag | 1)
         try:
@@ -295,6 +300,16 @@ class UcxTransport:
             await session.close()
             raise
         return session
+
+    def _contact(self) -> bytes:
+        handles = () if self._device is None else self._device.handles()
+        return Contact(self.worker.address, handles).to_bytes()
+
+    def _map(self, session: UcxSession, handles: Sequence[bytes]) -> None:
+        """Keep a peer's memory mapped until its session is fenced: the control thread does both, in this order."""
+        if self._device is not None:
+            mapping = self.worker.start(partial(self._device.map, handles))
+            session.fence.add_done_callback(lambda _: self.worker.start(lambda: mapping.result().close()))
 
     def drop_stray_messages(self, nonces: set[int]) -> None:
         """Of a session that is over."""

@@ -21,7 +21,7 @@ import asyncio
 import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -116,6 +116,10 @@ class UcxWorker:
         except self._binding.UCXError as error:
             raise TransportError("unreachable", f"no UCX lane to this peer: {error}") from error
         return UcxEndpoint(handle, self._binding)
+
+    def start(self, blocking: Callable[[], Done]) -> Future[Done]:
+        """Have the control thread run it, after what it was given before."""
+        return self._control.submit(blocking)
 
     async def run(self, blocking: Callable[[], Done]) -> Done:
         """Run it on the control thread."""

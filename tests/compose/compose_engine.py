@@ -102,9 +102,8 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None and self._process.poll() is None:
-            left = self.docker("ps", "-aq").split()
-            if left:
-                self.docker("rm", "--force", "--volumes", *left)
+            for _ in range(2):  # a builder that was interrupted removes its own containers meanwhile
+                self._remove_containers()
             self._process.send_signal(signal.SIGTERM)
             try:
                 self._process.wait(STOP_LIMIT_S)
@@ -123,6 +122,11 @@ class Engine:
             if where.startswith(f"{self.folder}/"):
                 subprocess.run(["umount", where], capture_output=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _remove_containers(self) -> None:
+        listed = subprocess.run(["docker", "ps", "-aq"], env=self.environment, capture_output=True, text=True)
+        if left := listed.stdout.split():
+            subprocess.run(["docker", "rm", "--force", "--volumes", *left], env=self.environment, capture_output=True)
 
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")[-4000:]

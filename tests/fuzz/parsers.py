@@ -134,7 +134,7 @@ def _data_port(raw: bytes) -> bool:
             found = await read_call(reader)
         except TransportError:
             return False
-        assert found.worker_address, "a call without an address was taken"
+        assert found.contact, "a call without a contact was taken"
         return True
 
     return _loop().run_until_complete(call())

@@ -148,8 +148,8 @@ def _structured() -> list[Row]:
         return answer.text in choice
 
     def matches(answer: Answer, _: Answer) -> bool:
-        left, _, right = answer.text.partition("-")
-        return len(left) == 3 and left.isupper() and 1 <= len(right) <= 4 and right.isdigit()
+        left, dash, right = answer.text.partition("-")
+        return dash == "-" and len(left) == 3 and left.isupper() and 1 <= len(right) <= 4 and right.isdigit()
 
     def sentence(answer: Answer, _: Answer) -> bool:
         return answer.text[:-1] in ("The old bridge", "The new bridge") and answer.text[-1] in ".!"
