@@ -30,7 +30,7 @@ from bench.serving.workload import FixedLengths
 
 TTFT_LIMIT_S = 0.5
 TPOT_LIMITS_S = (0.010, 0.015, 0.020, 0.030, 0.050)
-HARM_S = 45.0
+HARM_S = 20.0
 """Reserved for each kill: load, recovery, drain."""
 STOP_S = 20.0
 

@@ -1,8 +1,9 @@
 """What landing KV costs the streams that a decode node serves meanwhile, host and GPU together.
 
-A batch of streams decodes; then the same batch decodes while prompts whose KV the prefill node holds already are asked again and
-again for two tokens each: all of their KV lands, next to none is computed. Compared are the engine's own steps, and the gaps
-that clients see. The share of time in which the decode node's GPU is idle is profiled meanwhile (SIGUSR2 of `timed_node`).
+A batch of streams decodes; between phases of that, it decodes while prompts whose KV the prefill node holds already are asked
+again and again for two tokens each: all of their KV lands, next to none is computed. Compared are the engine's own steps, and the
+gaps that clients see. The share of time in which the decode node's GPU is idle is profiled in a phase of its own (SIGUSR2 of
+`timed_node`).
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ async def measure_landing(fleet: Fleet, client: Client, plan: LandingPlan) -> di
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one) for one in streams.coroutines()]
         await streams.all_started()
-        alone = await streams.observe(plan.phase_s)
+        alone = [await streams.observe(plan.phase_s)]
         full = await streams.observe(plan.phase_s, lambda: _land(client, repeated, bodies, plan.landings_at_once, 0.0))
+        alone.append(await streams.observe(plan.phase_s))
         paced = await streams.observe(plan.phase_s, lambda: _land(client, repeated, bodies, 0, plan.landings_a_second))
+        alone.append(await streams.observe(plan.phase_s))
         idle_share = await streams.idle_share(lambda: _land(client, repeated, bodies, 0, plan.landings_a_second))
         ended_early = sum(task.done() for task in tasks)
         for task in tasks:
@@ -68,12 +71,17 @@ async def measure_landing(fleet: Fleet, client: Client, plan: LandingPlan) -> di
         "alone": alone,
         "landing_at_full_rate": full,
         "landing_paced": paced,
-        "itl_under_landing": {
-            share: full[f"step_{share}_ms"] / alone[f"step_{share}_ms"] - 1 for share in ("p50", "p99")
-        },
+        "itl_under_landing": {"full_rate": growth(full, alone[:2]), "paced": growth(paced, alone[1:])},
         "gpu_idle_share_serving": idle_share,
         "step_p99_over_p50": paced["step_p99_ms"] / paced["step_p50_ms"],
     }
+
+
+def growth(phase: dict[str, float], alone: list[dict[str, float]]) -> dict[str, float]:
+    """Of a step's quantiles, against the phases before and after: contexts grow while they are measured, and steps with them."""
+    names = ("p50", "p99")
+    usual_ms = {name: statistics.fmean(other[f"step_{name}_ms"] for other in alone) for name in names}
+    return {name: phase[f"step_{name}_ms"] / usual_ms[name] - 1 for name in names}
 
 
 class _Streams:

@@ -59,7 +59,7 @@ def copies(plan: LinkPlan) -> Iterator[tuple[str, float]]:
 def perftests(plan: LinkPlan) -> Iterator[tuple[str, float]]:
     for slot_bytes in plan.slot_bytes:
         yield f"ucx_perftest {in_mib(slot_bytes)} P to D", _perftest(plan, slot_bytes, reverse=False)
-        if plan.on_gpus:
+        if plan.on_gpus and slot_bytes == max(plan.slot_bytes):
             yield f"ucx_perftest {in_mib(slot_bytes)} D to P", _perftest(plan, slot_bytes, reverse=True)
 
 

@@ -30,7 +30,7 @@ from bench.transfer_beside_ucx import (
     no_progress,
 )
 from foundation.ids import CreditNumber, RequestId, SessionNonce, TransferId
-from kv_transfer.arena import Arena, slot_stride
+from kv_transfer.arena import Arena, HostSlots, slot_stride
 from kv_transfer.decode_driver import DecodeDriver
 from kv_transfer.driver import TransferLimits
 from kv_transfer.pool_copy import KvPool
@@ -38,6 +38,7 @@ from kv_transfer.port import BeginTransfer
 from kv_transfer.prefill_driver import PrefillDriver
 from kv_transfer.transport.base import DataSession, Landed, ReceiveOutcome, SendOutcome, Sent, credit_tag
 from kv_transfer.transport.ucx_environment import DEFAULT_LANES, DEVICE_LANES, ucx_environment
+from node.options import DecodeOptions, PrefillOptions
 
 IN_FLIGHT = 4
 ROUNDS = 5
@@ -71,29 +72,18 @@ class Side:
         from kv_transfer.transport.ucx import UcxTransport
 
         self.plan, self.pipe = plan, pipe
-        self._device = None
-        if plan.on_gpus:
-            from kv_transfer.transport.cuda_memory import CudaDevice
-
-            self._device = CudaDevice(int(device.partition(":")[2] or 0))
-            self.transport = UcxTransport(self._device)
-        else:
-            self.transport = UcxTransport()
         pool = _new_pool(plan, device)
         self.pools = {"": pool, " without digests": _without_digests(pool)} if plan.on_gpus else {"": pool}
         """By what a transfer over them is called."""
+        self.transport = UcxTransport(pool.device) if plan.on_gpus else UcxTransport()
+        runs = {size: IN_FLIGHT * slot_stride(size) for size in plan.slot_bytes}
+        # Before a peer is met: it maps what is allocated by then.
+        slots = pool.slots(sum(runs.values())) if plan.on_gpus else HostSlots()
+        self.arenas = {size: Arena(IN_FLIGHT, size, slots.draw(run)) for size, run in runs.items()}
         self._next = 0
 
     async def hear(self) -> Any:
         return await asyncio.to_thread(self.pipe.recv)
-
-    def arena(self, slot_bytes: int) -> Arena:
-        if self._device is None:
-            return Arena(IN_FLIGHT, slot_bytes)
-        from kv_transfer.device_slots import DeviceSlots
-
-        slots = DeviceSlots(self._device, IN_FLIGHT * slot_stride(slot_bytes))
-        return Arena(IN_FLIGHT, slot_bytes, slots.draw(IN_FLIGHT * slot_stride(slot_bytes)))
 
     async def move(self, session: DataSession, arena: Arena, *, send: bool) -> float:
         """One round of the plan's bytes. The receiver's seconds, from its word to the last message."""
@@ -165,11 +155,15 @@ def _without_digests(staging: Any) -> Any:
         def copies(self) -> PlainCopies:
             return PlainCopies(self.pool)
 
-    return PlainStaging(staging.pool)
+    plain = PlainStaging(staging.pool)
+    plain.device = staging.device  # whose memory peers map
+    return plain
 
 
-def _limits(plan: LinkPlan, slot_bytes: int) -> TransferLimits:
-    return replace(LIMITS, staging_bytes=max(plan.total_bytes, 4 * slot_bytes), slot_bytes=slot_bytes)
+def _limits(plan: LinkPlan, slot_bytes: int, gpu_staging_bytes: int) -> TransferLimits:
+    """Staging as nodes have it by default."""
+    staging_bytes = gpu_staging_bytes if plan.on_gpus else LIMITS.staging_bytes
+    return replace(LIMITS, staging_bytes=staging_bytes, slot_bytes=slot_bytes)
 
 
 async def prefill_side(plan: LinkPlan, pipe: Connection, figures: Connection) -> None:
@@ -180,14 +174,14 @@ async def prefill_side(plan: LinkPlan, pipe: Connection, figures: Connection) ->
     pipe.send(address)
     session = await arrived
     for slot_bytes in plan.slot_bytes:
-        arena = side.arena(slot_bytes)
+        arena = side.arenas[slot_bytes]
         for send in (True, False):
             for _ in range(ROUNDS + 1):
                 seconds = await side.move(session, arena, send=send)
                 if not send:
                     pipe.send(seconds)
     for slot_bytes, pool in product(plan.slot_bytes, side.pools.values()):
-        limits = _limits(plan, slot_bytes)
+        limits = _limits(plan, slot_bytes, PrefillOptions.staging_defaults["cuda"])
         keys = MASTER.for_node(P.node_id)
         driver = PrefillDriver(P, pool, limits, side.transport, address, keys, engine, no_progress, Unwatched())
         engine.driver = driver
@@ -206,7 +200,7 @@ async def decode_side(plan: LinkPlan, pipe: Connection, figures: Connection) -> 
     side = Side(plan, plan.decode_device, pipe)
     session = await side.transport.dial(await side.hear(), RAW_SESSION, lambda reason: None, 10.0)
     for slot_bytes in plan.slot_bytes:
-        arena = side.arena(slot_bytes)
+        arena = side.arenas[slot_bytes]
         for receive in (True, False):
             seconds = []
             for _ in range(ROUNDS + 1):
@@ -217,7 +211,7 @@ async def decode_side(plan: LinkPlan, pipe: Connection, figures: Connection) -> 
             figures.send((f"messages {in_mib(slot_bytes)} {way}, {session.lane.name}", rate))
     for slot_bytes, (variant, pool) in product(plan.slot_bytes, side.pools.items()):
         engine = EmptyDecode(plan.positions)
-        limits = _limits(plan, slot_bytes)
+        limits = _limits(plan, slot_bytes, DecodeOptions.staging_defaults["cuda"])
         driver = DecodeDriver(D, pool, limits, side.transport, engine, no_progress, Unwatched())
         engine.driver = driver
         control_address, epoch = await side.hear()

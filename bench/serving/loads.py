@@ -7,13 +7,13 @@ where a rate is too much, what it leaves behind falls on higher ones, which are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from bench.serving.fleet import Arrangement, Fleet
-from bench.serving.goodput import Interval, Limits, LoadPoint, goodput, quantile, winner
+from bench.serving.goodput import Goodput, Interval, Limits, LoadPoint, Outcome, goodput, quantile, winner
 from bench.serving.open_loop import Client, Served, run_arrivals
 from bench.serving.workload import Arrival, Lengths, poisson_arrivals
 
@@ -83,16 +83,21 @@ def describe_point(point: LoadPoint, ttft_limit_s: float, tpot_limits_s: Sequenc
 def goodput_map(
     points: dict[Arrangement, list[LoadPoint]], ttft_limit_s: float, tpot_limits_s: Sequence[float]
 ) -> dict[str, Any]:
-    """For each TPOT limit: each system's goodput with its confidence interval, and who wins."""
-    table = {}
-    for limit in tpot_limits_s:
-        systems = {
-            arrangement.value: goodput(found, Limits(ttft_limit_s, limit)) for arrangement, found in points.items()
-        }
-        table[f"{limit * 1e3:g}"] = {name: _as_pair(value) for name, value in systems.items()} | {
-            "winner": winner(systems)
-        }
-    return table
+    """For each TPOT limit: each system's goodput with its 95 % interval, and who wins."""
+    return {
+        f"{limit * 1e3:g}": map_row(
+            {
+                arrangement.value: [point.outcome(Limits(ttft_limit_s, limit)) for point in found if point.all()]
+                for arrangement, found in points.items()
+            }
+        )
+        for limit in tpot_limits_s
+    }
+
+
+def map_row(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
+    systems: dict[str, Goodput] = {name: goodput(found) for name, found in outcomes.items()}
+    return {name: asdict(found) for name, found in systems.items()} | {"winner": winner(systems)}
 
 
 def _as_pair(value: Interval) -> dict[str, float]:

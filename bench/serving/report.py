@@ -50,8 +50,15 @@ def _hand_over(section: Mapping[str, Any]) -> list[str]:
 
 def _landing(section: Mapping[str, Any]) -> list[str]:
     rows = []
-    for name in ("alone", "landing_paced", "landing_at_full_rate"):
-        phase = section[name]
+    first, between, last = section["alone"]
+    phases = (
+        ("alone", first),
+        ("landing at full rate", section["landing_at_full_rate"]),
+        ("alone", between),
+        ("landing, paced", section["landing_paced"]),
+        ("alone", last),
+    )
+    for name, phase in phases:
         rows.append(
             (
                 name,
@@ -96,7 +103,7 @@ def _loads(section: Mapping[str, Any]) -> list[str]:
         lines += [*_table(head, rows), ""]
         systems = list(found["points"])
         goodput = [
-            (limit, *(f"{row[name]['mean']:.1f} ± {row[name]['half_width_95']:.1f}" for name in systems), row["winner"])
+            (limit, *(_goodput(row[name]) for name in systems), row["winner"])
             for limit, row in found["goodput"].items()
         ]
         lines += [
@@ -104,6 +111,12 @@ def _loads(section: Mapping[str, Any]) -> list[str]:
             "",
         ]
     return lines
+
+
+def _goodput(found: Mapping[str, Any]) -> str:
+    if found["high"] is None:
+        return f"at least {found['low']:g}"
+    return f"{found['rate']:.1f} (between {found['low']:g} and {found['high']:g})"
 
 
 def _harm(section: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bench.serving.goodput import Interval, Limits, LoadPoint, attainment, goodput, goodput_of_one, interval, winner
+from bench.serving.goodput import Goodput, Limits, LoadPoint, Outcome, attainment, crossing, goodput, interval, winner
 from bench.serving.open_loop import Served
 from bench.serving.workload import Shape
 
@@ -41,29 +41,40 @@ def test_attainment_is_the_share_of_good_requests() -> None:
 
 
 def test_goodput_lies_where_attainment_crosses_its_share() -> None:
-    assert goodput_of_one([(10, 1.0), (20, 0.95), (30, 0.85)]) == pytest.approx(25)
-    assert goodput_of_one([(10, 1.0), (20, 0.95)]) == 20, "beyond the last rate nothing is claimed"
-    assert goodput_of_one([(10, 0.5), (20, 0.4)]) == 0
+    assert crossing([(10, 1.0), (20, 0.95), (30, 0.85)]) == pytest.approx(25)
+    assert crossing([(10, 1.0), (20, 0.95)]) == 20, "beyond the last rate nothing is claimed"
+    assert crossing([(10, 0.8), (20, 0.4)]) == pytest.approx(5), "at no load all would be good"
 
 
 def test_a_lucky_point_behind_a_failed_one_proves_nothing() -> None:
-    assert goodput_of_one([(10, 1.0), (20, 0.5), (30, 1.0)]) == pytest.approx(12)
+    assert crossing([(10, 1.0), (20, 0.5), (30, 1.0)]) == pytest.approx(12)
 
 
-def test_a_window_without_requests_is_not_attained() -> None:
-    assert goodput_of_one([(10, 1.0), (20, math.nan), (30, 1.0)]) == 10
+def test_a_rate_without_requests_is_not_attained() -> None:
+    assert crossing([(10, 1.0), (20, math.nan), (30, 1.0)]) == 10
 
 
-def test_goodput_is_an_interval_over_seeds() -> None:
-    good, bad = [served()] * 10, [served(tpot_s=0.03)] * 10
-    points = [
-        LoadPoint(20.0, {1: good, 2: good, 3: bad}),
-        LoadPoint(10.0, {1: good, 2: good, 3: good}),
-    ]
-    found = goodput(points, LIMITS)
-    assert found.mean == pytest.approx((20 + 20 + 11) / 3)
-    assert found.half_width > 5
-    assert goodput([LoadPoint(10.0, {1: good})], LIMITS).mean == 10
+def test_goodput_lies_between_a_rate_that_was_served_well_and_one_that_was_not() -> None:
+    found = goodput([Outcome(30.0, 100, 300), Outcome(20.0, 200, 200), Outcome(10.0, 100, 100)])
+    assert (found.low, found.high) == (20, 30)
+    assert found.rate == pytest.approx(20 + 10 * 0.1 / (1 - 1 / 3))
+
+
+def test_few_requests_near_the_share_leave_goodput_open() -> None:
+    few = goodput([Outcome(10.0, 20, 20), Outcome(20.0, 19, 20), Outcome(30.0, 2, 20)])
+    many = goodput([Outcome(10.0, 2000, 2000), Outcome(20.0, 1900, 2000), Outcome(30.0, 200, 2000)])
+    assert (few.low, few.high) == (10, 30)
+    assert (many.low, many.high) == (20, 30)
+
+
+def test_a_system_that_fails_nowhere_has_no_upper_bound_and_one_that_fails_at_once_no_lower() -> None:
+    assert goodput([Outcome(10.0, 20, 20), Outcome(20.0, 20, 20)]) == Goodput(20, 20, None)
+    assert goodput([Outcome(10.0, 2, 20), Outcome(20.0, 0, 20)]).low == 0
+
+
+def test_outcomes_count_the_requests_of_all_seeds() -> None:
+    point = LoadPoint(10.0, {1: [served()] * 3, 2: [served(), served(tpot_s=0.03)]})
+    assert point.outcome(LIMITS) == Outcome(10.0, 4, 5)
 
 
 def test_the_interval_of_three_samples_is_students() -> None:
@@ -73,7 +84,9 @@ def test_the_interval_of_three_samples_is_students() -> None:
     assert math.isnan(interval([1.0]).half_width)
 
 
-def test_nobody_wins_where_intervals_overlap_or_are_not_known() -> None:
-    assert winner({"a": Interval(10, 1), "b": Interval(14, 1)}) == "b"
-    assert winner({"a": Interval(10, 2), "b": Interval(13, 2)}) == "no difference"
-    assert winner({"a": Interval(10, math.nan), "b": Interval(30, 1)}) == "no difference"
+def test_who_served_well_what_the_other_did_not_wins() -> None:
+    slow, fast = Goodput(12, 10, 15), Goodput(16, 15, 20)
+    assert winner({"a": slow, "b": fast}) == "b"
+    assert winner({"a": slow, "b": Goodput(14, 10, 15)}) == "no difference"
+    assert winner({"a": Goodput(20, 20, None), "b": Goodput(20, 20, None)}) == "no difference"
+    assert winner({"a": Goodput(20, 20, None), "b": slow}) == "a"
