@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -239,6 +240,38 @@ async def test_f05_choices_of_one_prompt_go_on_elsewhere_each_at_its_own_token(c
     cluster.nodes[victim].signal(signal.SIGKILL)
     assert await cluster.nodes[victim].ended() == -signal.SIGKILL
     assert await asking == alone
+    await cluster.nodes[victim].start()
+    await cluster.all_usable()
+
+
+async def test_f05_a_json_object_whose_decode_node_is_killed_in_its_middle_becomes_whole(cluster: Cluster) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "words": {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 5, "maxItems": 9}
+        },
+        "required": ["words"],
+        "additionalProperties": False,
+    }
+    fields: Any = {"max_tokens": 600, "temperature": 1, "seed": 3, "structured_outputs": {"json": schema}}
+
+    async def text() -> str:
+        status, found = await cluster.router.post("/v1/completions", {"prompt": "an object:", **fields})
+        assert status == 200, found
+        assert found["choices"][0]["finish_reason"] == "stop"
+        return str(found["choices"][0]["text"])
+
+    unharmed = await text()
+    lost_before = await cluster.router.metric(NODE_LOST)
+    asking = asyncio.ensure_future(text())
+    ongoing = cluster.router.router.dispatcher._ongoing
+    await until(lambda: len(ongoing) == 1 and all(len(one.journey.log) > 10 for one in ongoing.values()))
+    (victim,) = {str(one.journey.node) for one in ongoing.values()}
+    cluster.nodes[victim].signal(signal.SIGKILL)
+    assert await cluster.nodes[victim].ended() == -signal.SIGKILL
+    assert await asking == unharmed
+    assert await cluster.router.metric(NODE_LOST) == lost_before + 1
+    assert 5 <= len(json.loads(unharmed)["words"]) <= 9
     await cluster.nodes[victim].start()
     await cluster.all_usable()
 
