@@ -65,6 +65,10 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
+    @property
+    def records(self) -> bool:
+        """Whether anything becomes of a span's attributes; where not, they need not be put together."""
+
     def begin(self, name: str, parent: str, kind: Kind, attributes: Attributes = NONE) -> Span:
         """A span under the trace context `parent`, or of a new trace when that is empty or no trace context."""
 
@@ -99,6 +103,8 @@ NO_SPAN: Span = PassedOn("")
 
 class NoTracer:
     """Tracing is off."""
+
+    records = False
 
     def begin(self, name: str, parent: str, kind: Kind, attributes: Attributes = NONE) -> Span:
         return PassedOn(valid) if parent and (valid := valid_traceparent(parent)) else NO_SPAN
@@ -141,6 +147,8 @@ def _open_otlp(endpoint: str, service: str, identity: Attributes) -> Tracer:
 
 class OtlpTracer:
     """Spans are queued without waiting and leave in batches from a thread; a queue that is full drops new ones."""
+
+    records = True
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace import SpanKind

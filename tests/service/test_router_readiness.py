@@ -55,9 +55,9 @@ async def test_f25_a_router_names_what_is_missing_and_since_when_and_lives_all_t
         try:
             assert router.router.embedded is not None
             await router.router.embedded.announce(node.entry, LEASE_S)
-            await until(lambda: [one.name for one in router.router.health.problems()] == ["no_usable_decode_node"])
+            await until(lambda: [one.detail for one in router.router.health.problems()] == ["d0: node_not_ready"])
             status, body = await health(router)
-            assert (status, body["reasons"][0]["detail"]) == (503, "d0: node_not_ready")
+            assert (status, body["reasons"][0]["reason"]) == (503, "no_usable_decode_node")
             assert [(one["node"], one["refusal"]) for one in body["nodes"]] == [("d0", "node_not_ready")]
             assert await router.metric('decant_nodes{role="decode"}') == 1
             assert await router.metric('decant_nodes_usable{role="decode"}') == 0
