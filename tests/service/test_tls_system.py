@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ import grpc.aio
 import pytest
 from certificates import Authority, Files
 from decant_proto.v1 import node_pb2, node_pb2_grpc, registry_pb2, registry_pb2_grpc
-from pd_nodes import Metrics, NodeProcess, eventually, free_ports, start_node, until_ready
+from pd_nodes import Metrics, NodeProcess, Ports, eventually, free_ports, start_node, until_ready
 from pd_router_client import attached_over, greedy, prefill_choice
 from router_under_test import router_with, until
 
@@ -64,6 +64,8 @@ class System:
     router: subprocess.Popen[bytes]
     ports: dict[str, int]
     log: Path
+    start: Callable[[str, Ports], NodeProcess]
+    """A node of this role again, on these ports."""
 
     @property
     def url(self) -> str:
@@ -97,7 +99,11 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     api_keys = {scope: add_api_key(folder / "api-keys", scope.value, scope) for scope in Scope}
     ports = dict(zip(("http", "grpc", "registry"), free_ports(3), strict=True))
     options = (*SMALL, *member.arguments(), f"--registry=127.0.0.1:{ports['registry']}")
-    prefill, decode = (start_node(role, folder, model, key_file, *options) for role in ("prefill", "decode"))
+
+    def start(role: str, ports: Ports) -> NodeProcess:
+        return start_node(role, folder, model, key_file, *options, ports=ports)
+
+    prefill, decode = (start(role, Ports(*free_ports(3))) for role in ("prefill", "decode"))
     command = [
         *(sys.executable, "-m", "decant", "router", "--log-format=json", f"--model={model}", f"--key-file={key_file}"),
         *(f"--{name}-port={port}" for name, port in ports.items()),
@@ -106,7 +112,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         f"--ssl-keyfile={certificate.private_key}",
         f"--api-key-file={folder / 'api-keys'}",
     ]
-    router = None
+    router, found = None, None
     try:
         asyncio.run(until_ready(prefill, decode))
         with (folder / "router.log").open("wb") as log:
@@ -124,6 +130,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             router,
             ports,
             folder / "router.log",
+            start,
         )
         asyncio.run(_until_usable(found))
         yield found
@@ -131,7 +138,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         if router is not None:
             router.kill()
             router.wait(10)
-        for node in (prefill, decode):
+        for node in (found.prefill if found else prefill, decode):
             node.end()
 
 
@@ -330,6 +337,34 @@ async def test_a_renewed_certificate_is_shown_to_whoever_comes_next(system: Syst
         assert (await client.complete("still there", max_tokens=2)).token_ids
     async with attached(system, system.decode) as client:
         assert client.hello.entry.node_id == system.decode.name
+
+
+async def test_f01_f22_a_killed_prefill_node_costs_no_answer_and_comes_back_under_its_address(system: System) -> None:
+    prompts = [f"{number}: {PROMPT}" for number in range(3)]
+
+    async def answer(prompt: str) -> str:
+        async with system.client() as client:
+            return (await client.complete(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)).text
+
+    async def moved() -> float:
+        return (await system.decode.metrics()).value("kv_transfer_bytes_total")
+
+    system.prefill.process.kill()
+    system.prefill.process.wait(10)
+    before = await moved()
+    alone = [await answer(prompt) for prompt in prompts]
+    assert await moved() == before
+    system.prefill._log.close()
+    system.prefill = system.start("prefill", system.prefill.ports)
+    await until_ready(system.prefill)
+    await _until_usable(system)
+
+    async def disaggregated() -> bool:
+        await answer(f"{time.time()}: {PROMPT}")
+        return await moved() > before
+
+    await eventually(disaggregated, 20, "KV comes from the prefill node again")
+    assert [await answer(prompt) for prompt in prompts] == alone
 
 
 def test_no_log_and_no_process_list_holds_a_secret(system: System) -> None:
