@@ -102,7 +102,7 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None and self._process.poll() is None:
-            for _ in range(2):  # a builder that was interrupted removes its own containers meanwhile
+            for _turn in range(2):  # a builder that was interrupted removes its own containers meanwhile
                 self._remove_containers()
             self._process.send_signal(signal.SIGTERM)
             try:
