@@ -61,6 +61,8 @@ class Record:
     blocks: tuple[int, ...] = ()
     owner_words: tuple[int, ...] = ()
     computed: int = 0
+    declined: bool = False
+    """A prefill node's, which had the whole history cached and drew nothing."""
     over: bool = False
     cancelled_at: int | None = None
 
@@ -144,6 +146,9 @@ class World:
             case PrefillReserved():
                 record.blocks, record.owner_words = event.block_ids, event.owner_words
                 self._expect_kv(event.key, 0, event.cached_positions)
+                record.declined = event.cached_positions == len(wish.submit.prompt) + len(wish.submit.settled)
+                if record.declined:
+                    self._after(event.key, ReleaseKv(event.key))
             case KvComputed():
                 assert event.computed_positions > record.computed
                 record.computed = event.computed_positions
@@ -211,7 +216,9 @@ class World:
             start = len(submit.prompt) + len(submit.settled)
             assert sorted(record.tokens) == list(range(start, start + len(record.tokens))), f"{key}: a hole"
             drawn = [record.tokens[position] for position in sorted(record.tokens)]
-            if record.finish is FinishReason.CANCELLED:
+            if record.declined:
+                assert not drawn, key
+            elif record.finish is FinishReason.CANCELLED:
                 assert drawn == tokens[: len(drawn)], key
             else:
                 assert (drawn, record.finish) == (tokens, reason), key
