@@ -96,11 +96,9 @@ async def test_f30_a_session_that_is_over_leaves_no_socket_on_either_side(
     world: UcxWorld, end: Callable[[UcxWorld, str, int], Awaitable[None]]
 ) -> None:
     address = await world.listen()
-    await near_closes(world, address, 1)
     near, far = open_sockets(), await world.far_sockets()
-    for session in range(2, 2 + ROUNDS):
+    for session in range(1, 1 + ROUNDS):
         await end(world, address, session)
     async with asyncio.timeout(DEADLINE_S):
-        while (left := (open_sockets() - near, await world.far_sockets() - far)) != (0, 0):
-            assert left >= (-9, -9)
+        while open_sockets() > near or await world.far_sockets() > far:
             await asyncio.sleep(0.02)
