@@ -34,7 +34,7 @@ DESCRIPTORS_LIMIT_S = 30.0
 SPARE_DESCRIPTORS = 3 * len(PREFILL)
 """Three for each pair. One: UCX carries both directions of a session on one TCP connection until one worker has once lost the
 other; from then on, their counters of connections having parted, each side opens its own. Two: after one direction had been
-cut for ten seconds, a prefill node was seen to hold closed sockets for more than 30 s (docs/verification.md)."""
+cut for ten seconds, a prefill node was seen to hold unconnected ones for more than 30 s (docs/verification.md)."""
 MISSED_ALLOWED = 2
 ALL_PAIRS = {(decode, prefill) for decode in DECODE for prefill in PREFILL}
 
