@@ -44,7 +44,16 @@ GRAPH_FALLBACK_REASONS = ("prompt_chunks", "silent_rows", "kv_leaves", "no_bucke
 SCHEDULER_SKIP_REASONS = ("no_free_blocks", "token_budget", "max_num_seqs", "blocks_settling")
 LOCAL_PREFILL_REASONS = (
     *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "decode_is_faster"),
-    *("lane_broken", "refused", "dial_refused", "silent", "prefill_stalled", "transfer_stalled", "peer_closed", "deadline"),
+    *(
+        "lane_broken",
+        "refused",
+        "dial_refused",
+        "silent",
+        "prefill_stalled",
+        "transfer_stalled",
+        "peer_closed",
+        "deadline",
+    ),
     "transfer_failed",
 )
 SESSION_END_REASONS = (

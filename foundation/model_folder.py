@@ -60,7 +60,9 @@ def _download(model: str, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download  # heavy, and needed only for hub ids
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ModuleNotFoundError:  # a router's image
-        raise SetupError(f"{SETTING}: {model!r} is no folder here, and without huggingface-hub only folders work") from None
+        raise SetupError(
+            f"{SETTING}: {model!r} is no folder here, and without huggingface-hub only folders work"
+        ) from None
     wanted = ["*.safetensors", "*.json", "*.jinja", "*.model"]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))

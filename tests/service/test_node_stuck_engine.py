@@ -109,7 +109,7 @@ async def test_f25_a_stuck_engine_thread_is_named_with_its_age_while_liveness_st
     node.engine.post(submit_of("r", (1, 2, 3, 4, 5)))
     assert await asyncio.to_thread(node.runner.reached.wait, WAIT_S)
 
-    ages = []
+    ages: list[float] = []
     async with asyncio.timeout(WAIT_S):
         while len(ages) < 3:
             status, body = await node.get("/health")

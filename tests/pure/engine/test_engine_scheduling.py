@@ -203,7 +203,7 @@ def test_a_prefill_nodes_request_reserves_everything_reports_chunks_and_holds_it
     assert (engine.status().blocks_in_use, engine.status().blocks_cached) == (0, 2)
 
 
-@pytest.mark.parametrize("length, computed_anew", [(8, 0), (9, 1), (11, 3)])
+@pytest.mark.parametrize(("length", "computed_anew"), [(8, 0), (9, 1), (11, 3)])
 def test_a_prefill_node_computes_nothing_of_a_prompt_whose_kv_is_all_cached(length: int, computed_anew: int) -> None:
     engine, _ = engine_of()
     engine.take(submit_of("before", prompt(length), mode=Mode.PREFILL_ONLY))

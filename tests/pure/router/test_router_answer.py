@@ -76,7 +76,9 @@ class Reader:
 
 def new_stream(stopped: list[str]) -> AnswerStream:
     generation = Generation("r", (1, 2), SAMPLING, 60.0)
-    return AnswerStream(generation, Detokenizer(letters), lambda: stopped.append("stop"), lambda: stopped.append("left"))
+    return AnswerStream(
+        generation, Detokenizer(letters), lambda: stopped.append("stop"), lambda: stopped.append("left")
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
