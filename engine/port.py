@@ -26,6 +26,10 @@ RequestKey = NewType("RequestKey", str)
 """Names a request inside one engine; the node chooses it (an AttemptId on D, a TransferId on P, as text)."""
 
 
+MOST_BANNED_TOKENS = 512
+"""Stop tokens and bad words of one request together: each may be banned in each step, and a step has room for so many a row."""
+
+
 class Mode(Enum):
     GENERATE = "generate"
     PREFILL_ONLY = "prefill_only"

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from decant_proto.v1 import types_pb2
 
-from engine.port import FinishReason, SamplingParameters
+from engine.port import MOST_BANNED_TOKENS, FinishReason, SamplingParameters
 from foundation.fingerprint import Fingerprint
 from foundation.registry_entry import NodeEntry, Role
 
@@ -51,8 +51,9 @@ def unsound_sampling(message: types_pb2.SamplingParameters, vocabulary_size: int
     words = message.bad_words
     if not all(word.ids and max(word.ids) < vocabulary_size for word in words):
         return "bad_words"
-    if len(words) + len(message.stop_token_ids) >= vocabulary_size:  # something must be left to draw
-        return "bad_words"
+    # A step has room for so many, and something must be left to draw.
+    if len(words) + len(message.stop_token_ids) > min(MOST_BANNED_TOKENS, vocabulary_size - 1):
+        return "bad_words" if words else "stop_token_ids"
     if message.grammar and (message.allowed_token_ids or words):
         return "grammar"
     if message.grammar and (message.min_tokens or message.ignore_eos):  # nothing at all could follow a complete answer

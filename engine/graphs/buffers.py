@@ -20,6 +20,7 @@ import torch
 from engine.attention.flashinfer import PLAN_BYTES, Pages
 from engine.kernels.unpack import unpack_rows, unpack_tokens
 from engine.model.device_decoder import Tokens
+from engine.port import MOST_BANNED_TOKENS
 from engine.sampling.noise import draw_keys
 from engine.step import SamplingRows, StepPlan
 
@@ -29,8 +30,9 @@ _WORDS_A_TOKEN = 4
 _WORDS_A_ROW = 3
 _WORDS_A_SAMPLE = 8
 _PADDING_WORDS = 64
-BANNED_AT_MOST = 1 << 16
-"""(row, token id) pairs of one step."""
+_MOST_END_TOKENS = 16
+"""Of a model; they are banned before min_tokens like a request's own stop tokens."""
+_BANNED_A_ROW = MOST_BANNED_TOKENS + _MOST_END_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class BufferLimits:
     def words(self) -> int:
         """int32 words that a step's numbers can take."""
         tables = self.rows * self.row_blocks
-        samples = self.rows * _WORDS_A_SAMPLE + 2 * BANNED_AT_MOST
+        samples = self.rows * (_WORDS_A_SAMPLE + 2 * _BANNED_A_ROW)
         return self.tokens * _WORDS_A_TOKEN + self.rows * _WORDS_A_ROW + tables + samples + _PADDING_WORDS
 
 
@@ -216,7 +218,7 @@ def _write_sampling(writer: _WordWriter, sample_tokens: Int32, rows: SamplingRow
     samples = len(sample_tokens)
     wanted = np.flatnonzero(rows.logprobs >= 0)
     banned = np.array(rows.banned, np.int32).reshape(-1, 2)
-    assert len(banned) <= BANNED_AT_MOST, f"{len(banned)} banned tokens, room for {BANNED_AT_MOST}"
+    assert len(banned) <= samples * _BANNED_A_ROW, f"{len(banned)} banned tokens for {samples} rows"
     writer.align(2)
     places = _SamplePlaces(writer.end, samples, len(wanted), len(banned))
     writer.take(2 * samples).view(np.uint64)[:] = draw_keys(rows.seed, rows.choice_index, rows.position)

@@ -1,0 +1,36 @@
+"""A node's own last look at what a router asks for."""
+
+from __future__ import annotations
+
+import pytest
+from decant_proto.v1 import types_pb2
+
+from engine.port import MOST_BANNED_TOKENS
+from node.wire import unsound_sampling
+
+VOCABULARY = 10 * MOST_BANNED_TOKENS
+
+
+def sampling(bad_words: int, stops: int) -> types_pb2.SamplingParameters:
+    words = [types_pb2.TokenSequence(ids=[7]) for _ in range(bad_words)]
+    return types_pb2.SamplingParameters(bad_words=words, stop_token_ids=range(stops))
+
+
+@pytest.mark.parametrize(
+    ("bad_words", "stops", "named"),
+    [
+        (MOST_BANNED_TOKENS - 1, 1, None),
+        (MOST_BANNED_TOKENS, 1, "bad_words"),
+        (0, MOST_BANNED_TOKENS, None),
+        (0, MOST_BANNED_TOKENS + 1, "stop_token_ids"),
+    ],
+)
+def test_f17_more_banned_tokens_than_a_step_has_room_for_are_refused(
+    bad_words: int, stops: int, named: str | None
+) -> None:
+    assert unsound_sampling(sampling(bad_words, stops), VOCABULARY) == named
+
+
+def test_f17_something_is_left_to_draw() -> None:
+    assert unsound_sampling(sampling(4, 4), 9) is None
+    assert unsound_sampling(sampling(4, 4), 8) == "bad_words"
