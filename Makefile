@@ -139,7 +139,7 @@ metrics: install-dev
 
 FAULTS ?= 200
 SEED ?=
-CHAOS_PATH := $(abspath tests/service):$(abspath tests/golden):$(abspath tests/pure/engine)
+CHAOS_PATH := $(CURDIR):$(abspath tests/service):$(abspath tests/golden):$(abspath tests/pure/engine)
 
 chaos: install-dev
 	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/chaos/chaos_run.py --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
@@ -167,7 +167,7 @@ bench-router: install-dev
 		--model "$$($(if $(MODEL),echo '$(MODEL)',$(BIN)/python -m decant.default_model))" $(ARGS)
 
 bench-disaggregate: install-dev
-	@PYTHONPATH="$(CHAOS_PATH):$(CURDIR)" $(BIN)/python tests/chaos/disaggregate_run.py $(ARGS)
+	@PYTHONPATH="$(CHAOS_PATH)" $(BIN)/python tests/chaos/disaggregate_run.py $(ARGS)
 
 PEER_VENV ?= build/peer-venv
 SGLANG_PYTHON ?= build/sglang-router-venv/bin/python

@@ -17,7 +17,6 @@ import json
 import platform
 import random
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.ports import free_port
 from bench.processes import System, system
 from bench.streams import Figures, run_streams
 from bench.transfer import DECANT, VLLM, in_words, measure_transfers
@@ -45,12 +45,6 @@ VLLM_ENVIRONMENT = {
     "UCX_TLS": "tcp,self,sm",
 }
 DECANT_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self,sm"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)

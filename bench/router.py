@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import uvloop
 
+from bench.ports import free_ports
 from bench.processes import System, system
 from foundation.keys import draw_master_keys, write_key_file
 from router.tokenizer import ModelText
@@ -171,16 +171,9 @@ def _resident_mib(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
-
-
 def start(found: System, folder: Path, model: Path, cores: str) -> int:
     """Router and node; the router's HTTP port."""
-    http_port, grpc_port = _free_ports()
+    http_port, grpc_port = free_ports(2)
     write_key_file(folder / "key", draw_master_keys())
     command = [sys.executable, "-m", "decant", "router", f"--model={model}", f"--key-file={folder / 'key'}"]
     command += [

@@ -22,7 +22,7 @@ import uvloop
 
 from bench import router
 from bench.instant_http import MODEL
-from bench.peer import free_port
+from bench.ports import free_port
 from bench.processes import System, system
 from bench.router import Prices, measure
 

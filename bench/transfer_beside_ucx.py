@@ -26,7 +26,7 @@ import grpc
 import libucx
 import numpy as np
 
-from bench.peer import free_port
+from bench.ports import free_port
 from bench.transfer_lane import IN_FLIGHT, TRANSFER_BYTES, report, rounds
 from foundation.fingerprint import Fingerprint
 from foundation.ids import AttemptId, BlockId, Incarnation, NodeId, RequestId, TransferId

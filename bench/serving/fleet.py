@@ -27,7 +27,7 @@ from pathlib import Path
 import grpc
 from decant_proto.v1 import admin_pb2, admin_pb2_grpc
 
-from bench.peer import free_port
+from bench.ports import free_port
 from bench.processes import System, system
 from foundation.keys import draw_master_keys, write_key_file
 

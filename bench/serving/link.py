@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.peer import free_port
+from bench.ports import free_port
 from bench.serving.link_sides import ROUNDS, LinkPlan, decode_side, in_mib, prefill_side
 from kv_transfer.transport.ucx_environment import apply_ucx_environment
 

@@ -25,8 +25,9 @@ from typing import IO, Any
 
 import grpc.aio
 from chaos_network import Network
-from pd_nodes import Metrics, free_ports
+from pd_nodes import Metrics
 
+from bench.ports import free_ports
 from foundation.keys import draw_master_keys, write_key_file
 
 ROUTER = "router"

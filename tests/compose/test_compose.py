@@ -37,8 +37,9 @@ from compose_project import (
 )
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pd_nodes import free_ports
 from references import all_references, near_tie_or_none
+
+from bench.ports import free_ports
 
 pytestmark = [
     pytest.mark.docker,

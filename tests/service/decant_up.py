@@ -14,6 +14,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from bench.ports import free_ports
+
 START_LIMIT_S = 90.0
 LIMIT_S = 45.0
 
@@ -94,10 +96,8 @@ def _free_places() -> tuple[int, int, int]:
         index = random.randrange(1500, 2500)
         if all(_is_free(7100 + 10 * i + k) for i in (index, index + 1) for k in range(3)):
             break
-    with socket.socket() as http, socket.socket() as grpc:
-        http.bind(("127.0.0.1", 0))
-        grpc.bind(("127.0.0.1", 0))
-        return index, http.getsockname()[1], grpc.getsockname()[1]
+    http, grpc = free_ports(2)
+    return index, http, grpc
 
 
 def _is_free(port: int) -> bool:

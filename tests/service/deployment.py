@@ -18,9 +18,10 @@ from typing import IO
 
 import grpc.aio
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc, registry_pb2, registry_pb2_grpc
-from pd_nodes import Metrics, NodeProcess, eventually, free_ports, start_node, until_ready
+from pd_nodes import Metrics, NodeProcess, eventually, start_node, until_ready
 from pd_router_client import attached
 
+from bench.ports import free_ports
 from foundation.keys import draw_master_keys, write_key_file
 
 TOKEN_BYTES = 2 * 30 * 3 * 64 * 4

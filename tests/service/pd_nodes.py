@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,18 +16,9 @@ from typing import IO, Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.ports import free_ports
+
 START_WITHIN_S = 100.0
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 class Ports(NamedTuple):

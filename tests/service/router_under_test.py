@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import aiohttp
 import openai
 from router_fake_node import FakeNode, running
 
+from bench.ports import free_port
 from foundation.api_keys import ApiKeyStore
 from foundation.keys import MasterKeys, draw_master_keys
 from router.main import Router, listen
@@ -74,13 +74,6 @@ async def until(condition: Callable[[], Any], limit_s: float = CONDITION_LIMIT_S
     while not condition():
         assert loop.time() < deadline_s, f"not within {limit_s} s: {condition}"
         await asyncio.sleep(0.005)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager

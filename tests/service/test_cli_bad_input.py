@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.ports import free_ports
 from decant.command_line import run
 
 pytestmark = pytest.mark.sockets
@@ -97,7 +98,7 @@ def test_a_wildcard_host_needs_an_address_that_others_can_dial(message: Message)
 
 
 def test_a_missing_model_folder_is_named(message: Message) -> None:
-    assert message("up", "--model=/no/such/folder", *free_ports()) == (
+    assert message("up", "--model=/no/such/folder", *moved_ports()) == (
         "decant up: --model: there is no folder /no/such/folder"
     )
 
@@ -108,7 +109,7 @@ def test_a_missing_model_folder_is_named(message: Message) -> None:
 def test_a_broken_model_folder_is_named(tmp_path: Path, content: str | None, problem: str, message: Message) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    found = message("up", f"--model={tmp_path}", *free_ports())
+    found = message("up", f"--model={tmp_path}", *moved_ports())
     assert found.startswith("decant up: --model: ")
     assert problem in found
 
@@ -179,13 +180,7 @@ def test_the_command_line_of_a_router_imports_no_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def free_ports() -> tuple[str, ...]:
+def moved_ports() -> tuple[str, ...]:
     """Options that move every port of `decant up` to free ones, so that only the tested setting is wrong."""
-    with socket.socket() as http, socket.socket() as grpc:
-        http.bind(("127.0.0.1", 0))
-        grpc.bind(("127.0.0.1", 0))
-        return (
-            f"--http-port={http.getsockname()[1]}",
-            f"--grpc-port={grpc.getsockname()[1]}",
-            "--node-index=2101",
-        )
+    http, grpc = free_ports(2)
+    return f"--http-port={http}", f"--grpc-port={grpc}", "--node-index=2101"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from bench.ports import free_ports
 
 pytestmark = pytest.mark.sockets
 
@@ -54,7 +55,7 @@ class Parent:
     """A process that supervises two children."""
 
     def __init__(self, *children: str) -> None:
-        self.ports = [_free_port() for _ in children]
+        self.ports = free_ports(len(children))
         plans = [
             (f"child-{i}", [sys.executable, "-c", code, str(port)], dict(os.environ), f"http://127.0.0.1:{port}/health")
             for i, (code, port) in enumerate(zip(children, self.ports, strict=True))
@@ -152,9 +153,3 @@ def _await(condition: Callable[[], bool], otherwise: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, otherwise
         time.sleep(0.02)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

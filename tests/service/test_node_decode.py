@@ -14,9 +14,10 @@ import pytest
 import pytest_asyncio
 from decant_proto.v1 import types_pb2
 from pd_golden import Golden, toy_answer, toy_prompt
-from pd_nodes import NodeProcess, all_blocks_are_back, eventually, free_ports, start_node, until_ready
+from pd_nodes import NodeProcess, all_blocks_are_back, eventually, start_node, until_ready
 from pd_router_client import RouterClient, attached, greedy, new_request_id
 
+from bench.ports import free_ports
 from engine.model.toy import TOY_VOCABULARY_SIZE, write_toy_folder
 from foundation.keys import draw_master_keys, write_key_file
 

@@ -17,8 +17,8 @@ import pytest
 from decant_proto.v1 import registry_pb2, registry_pb2_grpc
 from router_fake_node import FakeNode, running
 from router_model_folder import write_model_folder
-from router_under_test import free_port
 
+from bench.ports import free_port
 from foundation.keys import draw_master_keys, write_key_file
 from router.registry import entry_to_proto
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from router_under_test import RouterUnderTest, free_port, router_with, until
+from router_under_test import RouterUnderTest, router_with, until
 
+from bench.ports import free_port
 from engine.model.toy import write_toy_folder
 from foundation.ids import NodeId
 from foundation.keys import write_key_file

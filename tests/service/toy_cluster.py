@@ -16,9 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
-from pd_nodes import NodeProcess, eventually, free_ports, start_node
+from pd_nodes import NodeProcess, eventually, start_node
 from pd_world import SMALL
 
+from bench.ports import free_ports
 from engine.model.toy import write_toy_folder
 from foundation.keys import draw_master_keys, write_key_file
 
