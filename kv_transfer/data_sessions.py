@@ -26,9 +26,9 @@ log = get_logger()
 SessionEvent = LaneOpened | LaneFailed | EndpointLost | Fenced
 Connect = Callable[[LostCallback], Awaitable[DataSession]]
 Measure = Callable[[DataSession], Awaitable[LaneOpened]]
-Closed = Callable[[CloseOutcome | None], None]
+Closed = Callable[[CloseOutcome | None, bool], None]
 """Takes what the transport could prove, before any event tells of it: None when there never was an endpoint; once more when a
-proof came late."""
+proof came late. And whether `LaneOpened` had been reported."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class DataSessions:
 
     def close(self, peer: NodeId, session: int) -> None:
         """Idempotent while the session is known; `Fenced` follows when the lane can prove it, or nothing was ever opened."""
-        entry = self._entries.setdefault(session, _Entry(peer, lambda fence: None))
+        entry = self._entries.setdefault(session, _Entry(peer, lambda outcome, reported: None))
         if entry.closing is None:
             log.info("session closed", peer=peer, session=f"{session:#x}")
             entry.closing = watched(self._close(entry, session))
@@ -106,7 +106,7 @@ class DataSessions:
                 await asyncio.wait({work})
         data = entry.data or _arrived_unseen(entry.arriving)
         outcome = await data.close() if data is not None else None
-        entry.closed(outcome)
+        entry.closed(outcome, entry.reported)
         if entry.failure is not None:
             self._emit(LaneFailed(entry.peer, session, entry.failure))
         if data is not None and isinstance(outcome, NotFenced):
@@ -117,7 +117,7 @@ class DataSessions:
 
     def _fenced_late(self, entry: _Entry, session: int, fence: asyncio.Future[Proof]) -> None:
         if not fence.cancelled():
-            entry.closed(fence.result())
+            entry.closed(fence.result(), entry.reported)
             self._over(entry, session)
 
     def _over(self, entry: _Entry, session: int) -> None:

@@ -31,13 +31,12 @@ ARENAS_AT_ONCE = 8
 
 @dataclass(slots=True)
 class _Landing:
-    """`touched`: a slot was handed to the transport. `opened`: the protocol knows of it, and will release it."""
+    """`touched`: a slot was handed to the transport."""
 
     arena: Arena
     nonce: SessionNonce
     lane: str = ""
     touched: bool = False
-    opened: bool = False
     released: bool = False
     fence: Fenced | None = None
 
@@ -101,7 +100,7 @@ class Landings:
         landing.touched = data.lane.fences  # the self-test posts nothing on any other lane
         measure = await measure_lane(data, buffers, receive_first=True, deadline_s=SELF_TEST_LIMIT_S)
         self._measured(peer, measure.lane.name, measure.gigabytes_per_second)
-        landing.opened, landing.lane = True, measure.lane.name
+        landing.lane = measure.lane.name
         return LaneOpened(
             peer=peer,
             session=data.session,
@@ -112,7 +111,8 @@ class Landings:
             bytes_per_second=measure.gigabytes_per_second * 1e9,
         )
 
-    def _closed(self, session: int, outcome: CloseOutcome | None) -> None:
+    def _closed(self, session: int, outcome: CloseOutcome | None, reported: bool) -> None:
+        """The protocol releases only what was reported to it as open."""
         landing = self._landings[session]
         if not landing.touched:
             self._staging.give_back_untouched(landing.arena)
@@ -122,7 +122,7 @@ class Landings:
             landing.fence = outcome
         else:
             log.warning("arena cannot be given back yet: bytes may still land", session=f"{session:#x}")
-        landing.released = landing.released or not landing.opened
+        landing.released = landing.released or not reported
         self._give_back(session)
 
     def _give_back(self, session: int) -> None:

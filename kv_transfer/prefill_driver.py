@@ -281,7 +281,7 @@ class PrefillDriver:
             effect.session,
             partial(self._transport.expect, effect.session),
             partial(self._measure, effect.peer, slot_bytes),
-            lambda outcome: None,
+            lambda outcome, reported: None,
         )
 
     async def _measure(self, peer: NodeId, slot_bytes: int, data: DataSession) -> on.LaneOpened:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from foundation.ids import NodeId, SessionNonce
 from kv_transfer.data_sessions import DataSessions, SessionEvent
 from kv_transfer.protocol.events import Fenced, LaneFailed, LaneOpened
@@ -49,7 +51,7 @@ async def failing(events: list[SessionEvent]) -> tuple[DataSessions, FakeSession
     async def measure(data: DataSession) -> LaneOpened:
         raise TransportError("self_test_failed", "as a test wants it")
 
-    sessions.open(P0, SESSION, connect, measure, lambda outcome: None)
+    sessions.open(P0, SESSION, connect, measure, lambda outcome, reported: None)
     await settle()
     return sessions, endpoint
 
@@ -102,7 +104,7 @@ async def test_an_endpoint_that_arrives_just_as_its_opening_is_given_up_is_destr
     sessions, endpoint = DataSessions(events.append), FakeSession()
     endpoint.let_go.set()
     arriving: asyncio.Future[DataSession] = asyncio.get_running_loop().create_future()
-    sessions.open(P0, SESSION, lambda lost: arriving, opened, lambda outcome: None)
+    sessions.open(P0, SESSION, lambda lost: arriving, opened, lambda outcome, reported: None)
     await settle()
     arriving.set_result(endpoint)  # type: ignore[arg-type]
     sessions.close(P0, SESSION)
@@ -115,8 +117,35 @@ async def test_a_session_that_is_closed_as_soon_as_it_is_opened_is_not_waited_fo
     events: list[SessionEvent] = []
     sessions = DataSessions(events.append)
     arriving: asyncio.Future[DataSession] = asyncio.get_running_loop().create_future()
-    sessions.open(P0, SESSION, lambda lost: arriving, opened, lambda outcome: None)
+    sessions.open(P0, SESSION, lambda lost: arriving, opened, lambda outcome, reported: None)
     sessions.close(P0, SESSION)
     await settle()
     assert arriving.cancelled()
     assert events == [Fenced(P0, SESSION)]
+
+
+@pytest.mark.parametrize("end", ["broken", "closed", "stays"])
+async def test_f30_whoever_gave_memory_learns_whether_the_session_was_ever_told_to_be_open(end: str) -> None:
+    """What happens while the self-test ends: memory of a session that nobody heard of must not wait to be released."""
+    events: list[SessionEvent] = []
+    told: list[bool] = []
+    sessions, endpoint = DataSessions(events.append), FakeSession()
+    endpoint.let_go.set()
+
+    async def connect(lost: LostCallback) -> DataSession:
+        return endpoint  # type: ignore[return-value]
+
+    async def measure(data: DataSession) -> LaneOpened:
+        if end == "broken":
+            sessions.broken(SESSION, "peer_closed")
+        elif end == "closed":
+            sessions.close(P0, SESSION)
+        return await opened(data)
+
+    sessions.open(P0, SESSION, connect, measure, lambda outcome, reported: told.append(reported))
+    await settle()
+    sessions.close(P0, SESSION)
+    await settle()
+    assert told == [end == "stays"]
+    assert any(isinstance(event, LaneOpened) for event in events) == (end == "stays")
+    assert events[-1] == Fenced(P0, SESSION)
