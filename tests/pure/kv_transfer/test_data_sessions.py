@@ -84,7 +84,7 @@ async def test_a_fence_that_comes_late_is_told_when_it_comes_and_only_then() -> 
     async def connect(lost: LostCallback) -> DataSession:
         return endpoint  # type: ignore[return-value]
 
-    sessions.open(P0, SESSION, connect, opened, outcomes.append)
+    sessions.open(P0, SESSION, connect, opened, lambda outcome, reported: outcomes.append(outcome))
     await settle()
     sessions.close(P0, SESSION)
     await settle()
