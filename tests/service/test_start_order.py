@@ -1,4 +1,4 @@
-"""Router, node and Redis may be started in any order, and a node may be told to stop at any moment of its start."""
+"""Router, node and Redis may be started in any order, and a router again and again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from router import fleet
 from router.tokenizer import ModelText
 
 pytestmark = [pytest.mark.sockets, pytest.mark.redis]
-
 
 
 class Redis:
