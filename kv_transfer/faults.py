@@ -4,7 +4,7 @@ A real process takes them from the environment variable DECANT_TEST_FAULTS, and 
 given. The text is `name=value` pairs, separated by commas; values count a transfer's parcels from 0:
 
     flip_byte_of_parcel=3     P flips one payload byte of parcel 3 just before it leaves, once
-    flip_next_parcel_from=0   P flips one byte of parcel 0 of one transfer, of parcel 1 of a later one, and so on
+    flip_next_parcel_from=0   P flips one byte of parcel 0 of one transfer, of parcel 1 of another, and so on
     shorten_parcel=3          P sends that parcel without its last 8 bytes, once
     stretch_parcel=3          P sends that parcel with 8 bytes more, once
     hold_sends_from=3         P never sends parcel 3 or any after it
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -46,7 +47,7 @@ class Faults:
     stop_before_send: int | None = None
     kill_before_send: int | None = None
     kill_after_landed: int | None = None
-    _may_flip_next: bool = False
+    _newest_transfer: Hashable = None
     _next_send_at: float = 0.0
 
     def send_delay_s(self, now: float) -> float:
@@ -56,7 +57,7 @@ class Faults:
         self._next_send_at = max(now, self._next_send_at) + self.delay_sends_ms / 1000
         return self._next_send_at - now
 
-    def before_send(self, parcel_index: int, message: Bytes) -> Bytes | None:
+    def before_send(self, transfer: Hashable, parcel_index: int, message: Bytes) -> Bytes | None:
         """What leaves instead of this message; None when nothing must."""
         if self.stop_before_send == parcel_index:
             self.stop_before_send = None
@@ -66,9 +67,10 @@ class Faults:
         if self.flip_byte_of_parcel == parcel_index:
             self.flip_byte_of_parcel = None
             _flip(message)
-        self._may_flip_next |= parcel_index == 0
-        if self.flip_next_parcel_from == parcel_index and self._may_flip_next:
-            self.flip_next_parcel_from, self._may_flip_next = parcel_index + 1, False
+        if parcel_index == 0:
+            self._newest_transfer = transfer
+        if self.flip_next_parcel_from == parcel_index and self._newest_transfer == transfer:
+            self.flip_next_parcel_from, self._newest_transfer = parcel_index + 1, None
             _flip(message)
         if self.hold_sends_from is not None and parcel_index >= self.hold_sends_from:
             return None

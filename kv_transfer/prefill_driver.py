@@ -341,7 +341,7 @@ class PrefillDriver:
             return
         gathered = self._gathered[effect.slot]
         message = self._arena.message(effect.slot, effect.length - TRAILER_BYTES)
-        leaving = self._faults.before_send(gathered.parcel_index, message)
+        leaving = self._faults.before_send(gathered.transfer, gathered.parcel_index, message)
         if leaving is None:
             return
         if delay_s := self._faults.send_delay_s(self._loop.time()):

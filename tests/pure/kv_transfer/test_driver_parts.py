@@ -119,6 +119,21 @@ def test_faults_must_be_enabled_and_known(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_no_fault_changes_nothing() -> None:
     message = np.arange(32, dtype=np.uint8)
-    assert Faults().before_send(0, message) is message
+    assert Faults().before_send("a", 0, message) is message
     assert (message == np.arange(32)).all()
     assert Faults().after_landed(0, 1)
+
+
+@pytest.mark.parametrize(
+    "leaving", [("a0 b0 a1 b1 a2 b2 a3 b3"), ("a0 a1 b0 a2 a3 b1 b2 b3"), ("a0 a1 a2 a3 b0 b1 b2 b3")]
+)
+def test_one_parcel_after_another_is_flipped_and_at_most_one_of_a_transfer(leaving: str) -> None:
+    faults = Faults(flip_next_parcel_from=1)
+    flipped = []
+    for name in leaving.split():
+        message = np.zeros(32, np.uint8)
+        faults.before_send(name[0], int(name[1]), message)
+        if message.any():
+            flipped.append(name)
+    assert [int(name[1]) for name in flipped] == list(range(1, 1 + len(flipped)))
+    assert 1 <= len(flipped) == len({name[0] for name in flipped})
