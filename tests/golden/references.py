@@ -12,6 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+ALL_ASKED = os.environ.get("GOLDEN") == "all"
+ONLY_WITH_ALL = pytest.mark.skipif(not ALL_ASKED, reason="GOLDEN=all runs it")
+"""For what takes minutes with the real model, and has a quicker counterpart that always runs."""
+
 NEAR_TIE_MARGIN = 1e-3
 """Margin of the two best float32 logits under which rounding may decide."""
 
@@ -39,7 +45,7 @@ class Reference:
 
 def load_references() -> list[Reference]:
     """12 of the 64, or all of them when the environment says GOLDEN=all."""
-    return all_references() if os.environ.get("GOLDEN") == "all" else reference_subset()
+    return all_references() if ALL_ASKED else reference_subset()
 
 
 def all_references() -> list[Reference]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from references import MODEL_FOLDER, Reference, near_tie_or_none, reference_subset
+from references import MODEL_FOLDER, ONLY_WITH_ALL, Reference, near_tie_or_none, reference_subset
 from serial_driver import generate
 
 from engine.build import BuildOptions, EngineParts, build_engine
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, ONLY_WITH_ALL]
 MAX_TOKENS = 32
 
 

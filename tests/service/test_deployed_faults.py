@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 import pytest
 from deployment import SILENCE_LIMIT_S, TOKEN_BYTES, WHOLE_BLOCKS_A_PARCEL, Deployment, NodeKind, Spent, holding
 from pd_nodes import eventually
-from references import Reference, all_references, near_tie_or_none
+from references import ONLY_WITH_ALL, Reference, all_references, near_tie_or_none
 
 from foundation.kv_layout import KvLayout
 from kv_transfer.plan.parcels import cut_parcels
 
-pytestmark = [pytest.mark.sockets, pytest.mark.model, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sockets, pytest.mark.model, pytest.mark.timeout(240), ONLY_WITH_ALL]
 
 PROMPT = next(one for one in all_references() if len(one.prompt_ids) == 300)
 FOLLOWING = next(one for one in all_references() if len(one.prompt_ids) == 33)

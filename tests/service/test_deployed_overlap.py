@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from deployment import SMALL_SLOT_BYTES, TOKEN_BYTES, Deployment, Spent
 from pd_nodes import NodeProcess
-from references import all_references, near_tie_or_none
+from references import ONLY_WITH_ALL, all_references, near_tie_or_none
 
 from foundation.kv_layout import KvLayout
 from kv_transfer.plan.parcels import cut_parcels
 
-pytestmark = [pytest.mark.sockets, pytest.mark.model, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sockets, pytest.mark.model, pytest.mark.timeout(240), ONLY_WITH_ALL]
 
 OF_DECODE = KvLayout(30, 3, 64, "float32", 32, "HND", layer_group=30)
 OF_PREFILL = replace(OF_DECODE, head_order="NHD", tensor_parallel=3)

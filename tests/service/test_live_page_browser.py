@@ -102,8 +102,8 @@ async def test_a_transfer_s_progress_moves_and_ends(page: Any, cluster: ToyClust
     assert 0 < seen[-1] <= 100
     assert (await answer)["usage"]["completion_tokens"] == 4
     await page.locator("#transfer-rows td.nothing").wait_for(timeout=LIMIT_MS)
-    lane = page.locator(f"{row('d0', 'good')} .lane, {row('d1', 'good')} .lane").first
-    assert "p0: tcp" in await lane.inner_text()
+    lanes = page.locator(f"{row('d0', 'good')} .lane, {row('d1', 'good')} .lane")
+    await lanes.filter(has_text="p0: tcp").first.wait_for(timeout=LIMIT_MS)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from decant_proto.v1 import types_pb2
-from pd_golden import Golden, toy_answer, toy_prompt
+from pd_golden import toy_answer, toy_prompt
 from pd_nodes import NodeProcess, all_blocks_are_back, eventually, start_node, until_ready
 from pd_router_client import RouterClient, attached, greedy, new_request_id
 
@@ -236,22 +236,3 @@ def test_f32_a_port_in_use_ends_the_start_and_names_the_setting(node: NodeProces
     assert ended.returncode == 2, ended.stderr
     assert f"--{setting}" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.model
-async def test_the_real_models_tokens_equal_transformers(folder: Path, default_model: Path) -> None:
-    golden = Golden()
-    node = start_node(
-        "decode", folder, default_model, folder / "key", "--dtype=float32", "--kv-cache-memory-bytes=64MiB"
-    )
-    try:
-        await until_ready(node)
-        async with attached(node.control_address) as router:
-            names = ["plain-00", "plain-04", golden.of_length(16), golden.of_length(17), golden.of_length(33)]
-            answers = {name: router.submit(golden.prompt(name), greedy(8)) for name in names}
-            for name, answer in answers.items():
-                golden.compare(name, (await answer.end(60)).tokens)
-            total = (await node.metrics()).blocks()
-            await all_blocks_are_back(node, int(sum(total.values())))
-    finally:
-        node.end()
