@@ -1,12 +1,13 @@
 """The router's price: one router process in front of a node that answers at once. `python -m bench.router --model DIR`.
 
 - `whole`: answers of one token, not streamed; time at one client, requests a second at 32.
-- `stream`: 16 streams at once, detokenization included; events a second, and time to the first at one client. A router that is
-  slower than its node puts several tokens into one event: tokens a second says so.
+- `stream`: 16 streams at once, one message a step with a token of each, detokenization included; events a second, and time to
+  the first at one client. A router that is slower than its node puts several tokens into one event: tokens a second says so.
 - `memory`: resident memory of the router as requests go by.
 
-The node's share (a gRPC round trip and its Python) is in all figures, so they are upper bounds of what a router adds. The client
-speaks HTTP over plain sockets, so that it costs as little as it can. Prints a table and writes the figures as JSON.
+The node's share (a gRPC round trip and its Python) is in all figures; `added` is a whole answer less a round trip of this process
+straight to the node. The client speaks HTTP over plain sockets, so that it costs as little as it can. Prints a table and writes the
+figures as JSON.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import uvloop
 
+from bench.instant_node import round_trips
 from bench.ports import free_ports
 from bench.processes import System, system
 from foundation.keys import draw_master_keys, write_key_file
@@ -33,11 +36,15 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 CLIENTS, STREAMS, STREAM_TOKENS, STREAMED_ANSWERS = 32, 16, 256, 16
 WARM_UP = 200
 
+Straight = Callable[[int], Awaitable[list[float]]]
+"""Seconds of so many answers of one token without a router, one after another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
     whole_p50_ms: float
     whole_p99_ms: float
+    added_p50_ms: float
     requests_per_s: float
     events_per_s: float
     tokens_per_s: float
@@ -115,12 +122,13 @@ class Connection:
         self._writer.close()
 
 
-async def measure(port: int, model: str, found: System, requests: int) -> Prices:
+async def measure(port: int, model: str, found: System, requests: int, straight: Straight) -> Prices:
     router_pid = found.processes["router"].pid
     one = await Connection(port, model).open()
     for _ in range(WARM_UP):
         await one.whole()
     singles = sorted([await one.whole() for _ in range(min(requests, 1000))])
+    straight_s = statistics.median((await straight(WARM_UP + 1000))[WARM_UP:])
     firsts = [(await one.stream(2)).first_s for _ in range(200)]
     one.close()
 
@@ -148,6 +156,7 @@ async def measure(port: int, model: str, found: System, requests: int) -> Prices
     return Prices(
         whole_p50_ms=1000 * statistics.median(singles),
         whole_p99_ms=1000 * singles[len(singles) * 99 // 100],
+        added_p50_ms=1000 * (statistics.median(singles) - straight_s),
         requests_per_s=requests_per_s,
         events_per_s=events / streaming_s,
         tokens_per_s=STREAM_TOKENS * len(streamed) / streaming_s,
@@ -171,9 +180,9 @@ def _resident_mib(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def start(found: System, folder: Path, model: Path, cores: str) -> int:
-    """Router and node; the router's HTTP port."""
-    http_port, grpc_port = free_ports(2)
+def start(found: System, folder: Path, model: Path, cores: str) -> tuple[int, int]:
+    """Router and node; the router's HTTP port and the node's."""
+    http_port, grpc_port, node_port = free_ports(3)
     write_key_file(folder / "key", draw_master_keys())
     command = [sys.executable, "-m", "decant", "router", f"--model={model}", f"--key-file={folder / 'key'}"]
     command += [
@@ -190,10 +199,16 @@ def start(found: System, folder: Path, model: Path, cores: str) -> int:
         "bench.instant_node",
         f"--registry=127.0.0.1:{grpc_port}",
         f"--tokenizer={fingerprint}",
+        f"--together={STREAMS}",
+        f"--port={node_port}",
     ]
     found.start("node", node, cores, {})
     found.await_answer(f"http://127.0.0.1:{http_port}/health", 60)
-    return http_port
+    return http_port, node_port
+
+
+def straight_to(node_port: int) -> Straight:
+    return lambda count: round_trips(f"127.0.0.1:{node_port}", len(PROMPT) // 4, count)
 
 
 def main() -> None:
@@ -206,8 +221,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the figures go as JSON")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, system(Path(scratch)) as found:
-        port = start(found, Path(scratch), asked.model, asked.cores)
-        prices = uvloop.run(measure(port, "bench", found, asked.requests))
+        port, node_port = start(found, Path(scratch), asked.model, asked.cores)
+        prices = uvloop.run(measure(port, "bench", found, asked.requests, straight_to(node_port)))
     for name, value in asdict(prices).items():
         sys.stdout.write(f"{name:>24} {value:12.2f}\n")
     if asked.out is not None:

@@ -24,12 +24,13 @@ from bench import router
 from bench.instant_http import MODEL
 from bench.ports import free_port
 from bench.processes import System, system
-from bench.router import Prices, measure
+from bench.router import Connection, Prices, Straight, measure
 
 READY_LIMIT_S = 60.0
 ROWS = (
     ("whole_p50_ms", "answer of one token, p50 ms at 1 client"),
     ("whole_p99_ms", "the same, p99 ms"),
+    ("added_p50_ms", "the same less one straight from a worker, p50 ms"),
     ("requests_per_s", f"answers/s at {router.CLIENTS} clients"),
     ("first_event_p50_ms", "first event, p50 ms at 1 client"),
     ("events_per_s", f"events/s over {router.STREAMS} streams"),
@@ -40,15 +41,17 @@ ROWS = (
     ("memory_growth_mib", "router's memory growth, MiB"),
 )
 
-Running = tuple[int, System]
+Running = tuple[int, System, Straight]
 Starter = Callable[[Path, Path, str], AbstractContextManager[Running]]
-"""(folder for logs, folder with a tokenizer, cores) -> (HTTP port, processes; what is measured is called "router")."""
+"""(folder for logs, folder with a tokenizer, cores) -> (HTTP port, processes, answers without a router); what is measured is
+called "router" among the processes."""
 
 
 @contextmanager
 def decant(folder: Path, model: Path, cores: str) -> Iterator[Running]:
     with system(folder) as found:
-        yield router.start(found, folder, model, cores), found
+        port, node_port = router.start(found, folder, model, cores)
+        yield port, found, router.straight_to(node_port)
 
 
 def start_worker(found: System, name: str, cores: str) -> int:
@@ -58,10 +61,24 @@ def start_worker(found: System, name: str, cores: str) -> int:
     return port
 
 
+def straight_to(port: int) -> Straight:
+    """Answers of an HTTP worker."""
+
+    async def round_trips(count: int) -> list[float]:
+        connection = await Connection(port, MODEL).open()
+        try:
+            return [await connection.whole() for _ in range(count)]
+        finally:
+            connection.close()
+
+    return round_trips
+
+
 @contextmanager
 def direct(folder: Path, model: Path, cores: str) -> Iterator[Running]:
     with system(folder) as found:
-        yield start_worker(found, "router", cores), found
+        port = start_worker(found, "router", cores)
+        yield port, found, straight_to(port)
 
 
 def peer(launch: Sequence[str], prefill_extra: Sequence[str]) -> Starter:
@@ -77,7 +94,7 @@ def peer(launch: Sequence[str], prefill_extra: Sequence[str]) -> Starter:
             command += ["--prometheus-port", str(metrics_port), "--log-level", "error"]
             found.start("router", command, cores, {})
             found.await_answer(f"http://127.0.0.1:{port}/v1/models", READY_LIMIT_S)
-            yield port, found
+            yield port, found, straight_to(decode)
 
     return starter
 
@@ -117,8 +134,8 @@ def main() -> None:
     measured: dict[str, Prices] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name, starter in starters.items():
-            with starter(Path(scratch) / name, asked.model, asked.cores) as (port, found):
-                measured[name] = uvloop.run(measure(port, MODEL, found, asked.requests))
+            with starter(Path(scratch) / name, asked.model, asked.cores) as (port, found, straight):
+                measured[name] = uvloop.run(measure(port, MODEL, found, asked.requests, straight))
             sys.stderr.write(f"{name} measured\n")
     sys.stdout.write(table(measured) + "\n")
     if asked.out is not None:
