@@ -5,9 +5,9 @@
   the first at one client. A router that is slower than its node puts several tokens into one event: tokens a second says so.
 - `memory`: resident memory of the router as requests go by.
 
-The node's share (a gRPC round trip and its Python) is in all figures; `added` is a whole answer less a round trip of this process
-straight to the node. The client speaks HTTP over plain sockets, so that it costs as little as it can. Prints a table and writes the
-figures as JSON.
+The node's share (a gRPC round trip and its Python) is in all figures; `added` is a whole answer less a round trip of this
+process straight to the node. The client speaks HTTP over plain sockets, so that it costs as little as it can. Prints a table and
+writes the figures as JSON.
 """
 
 from __future__ import annotations

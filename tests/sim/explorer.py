@@ -246,7 +246,7 @@ def _limit(name: str, states: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--states", type=int, default=1_000_000, help="how far the worlds go that are too large to see")
+    parser.add_argument("--states", type=int, default=600_000, help="how far the worlds go that are too large to see")
     parser.add_argument("--world", action="append", choices=sorted(ALL), help="only this one, so far (repeatable)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worlds searched at once")
     arguments = parser.parse_args()
