@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 import pytest
 from decant_proto.v1 import types_pb2
+from waiting import until as until
 
 from foundation.fingerprint import Fingerprint
 from foundation.ids import BlockId, Incarnation, NodeId, RequestId, TransferId
@@ -43,12 +44,6 @@ SAMPLING = types_pb2.SamplingParameters(seed=1, max_tokens=4).SerializeToString(
 WHOLE = KvLayout(layers=4, kv_heads=3, head_dim=8, dtype="float32", block_size=16, layer_group=4)
 THREE_SHARDS = replace(WHOLE, block_size=32, tensor_parallel=3, head_order="HND")
 LIMITS = TransferLimits(staging_bytes=1 << 20, slot_bytes=16 << 10)
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 15.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def make_pool(layout: KvLayout, seed: int) -> KvPool:
@@ -113,7 +108,8 @@ class Blocks:
 
 @dataclass
 class FakePrefillEngine:
-    """Computes `chunk` positions at a time, each when `gate(transfer, positions)` lets it."""
+    """Computes `chunk` positions at a time, those from `hold_at` on once it is None: slow, but never stalled, for it goes on
+    taking steps."""
 
     pool: KvPool
     chunk: int = 64
@@ -155,6 +151,7 @@ class FakePrefillEngine:
         for first in range(self.cached, len(tokens), self.chunk):
             await asyncio.sleep(0)
             while self.hold_at is not None and first >= self.hold_at:
+                self.steps += 1
                 await asyncio.sleep(0.005)
             if self.fail_at is not None and first >= self.fail_at:
                 driver.failed(request.transfer, "engine_error")

@@ -12,9 +12,10 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import eventually as eventually
 
 from bench.ports import free_ports
 
@@ -133,20 +134,25 @@ def start_node(
         *(f"--{key}={value}" for key, value in arguments.items()),
         *options,
     ]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DECANT_")}
+    environment = inherited() | {"OMP_NUM_THREADS": "1"}
     if faults:
         command.append("--enable-test-faults")
-        inherited["DECANT_TEST_FAULTS"] = faults
+        environment["DECANT_TEST_FAULTS"] = faults
     if lanes is not None:
-        inherited["UCX_TLS"] = lanes
+        environment["UCX_TLS"] = lanes
     process = subprocess.Popen(
         command,
         stdout=log,
         stderr=log,
         stdin=subprocess.DEVNULL,
-        env=inherited | {"OMP_NUM_THREADS": "1"},
+        env=environment,
     )
     return NodeProcess(name, process, ports, log_path, log)
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment without settings of Decant's."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("DECANT_")}
 
 
 async def until_ready(*nodes: NodeProcess) -> None:
@@ -155,16 +161,6 @@ async def until_ready(*nodes: NodeProcess) -> None:
             while (await node.health())[0] != 200:
                 assert node.process.poll() is None, f"{node.name} ended while starting:\n{node.log()[-4000:]}"
                 await asyncio.sleep(0.1)
-
-
-async def eventually(fact: Any, within_s: float, what: str) -> None:
-    """Wait until `await fact()` is true; fails by name."""
-    try:
-        async with asyncio.timeout(within_s):
-            while not await fact():
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        raise AssertionError(f"not within {within_s} s: {what}") from None
 
 
 async def all_blocks_are_back(node: NodeProcess, total: int, within_s: float = 5.0) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from decant_proto.v1 import node_pb2, node_pb2_grpc, types_pb2
+from waiting import happens
 
 from foundation.fingerprint import Fingerprint
 from foundation.ids import AttemptId, Incarnation, NodeId, RequestId
@@ -64,11 +65,7 @@ class Answer:
         self.changed.set()
 
     async def end(self, within_s: float = 60.0) -> Answer:
-        try:
-            async with asyncio.timeout(within_s):
-                await self.ended.wait()
-        except TimeoutError:
-            raise AssertionError(f"no end within {within_s} s after {len(self.tokens)} tokens") from None
+        assert await happens(self.ended, within_s), f"no end within {within_s} s after {len(self.tokens)} tokens"
         return self
 
     async def has_tokens(self, count: int, within_s: float = 60.0) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import grpc.aio
 from decant_proto.v1 import node_pb2, node_pb2_grpc, types_pb2
 
+from bench.ports import free_port
 from foundation.ids import Incarnation, NodeId
 from foundation.registry_entry import NodeEntry, Role
 
@@ -90,6 +91,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     requests: dict[str, FakeRequest] = field(default_factory=dict)
     attached: int = 0
     port: int = 0
+    """0: drawn at the first start. It stays the node's own while the node is down, and others dial it."""
     epoch: int = 7
     prompt_tokens_per_second: float = 0.0
     queued_tokens: int = 0
@@ -108,7 +110,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self._routers: set[asyncio.Queue[node_pb2.NodeMessage | None]] = set()
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         node_pb2_grpc.add_NodeServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = self.port or free_port()
+        self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
         self._task = asyncio.create_task(self._compute())
 

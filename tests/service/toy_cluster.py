@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
-from pd_nodes import NodeProcess, eventually, start_node
+from pd_nodes import NodeProcess, eventually, inherited, start_node
 from pd_world import SMALL
 
 from bench.ports import free_ports
@@ -76,7 +76,7 @@ class ToyCluster:
 
 def _start(command: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:
     with log_path.open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=inherited())
 
 
 @asynccontextmanager
