@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -30,10 +30,11 @@ from driver_pair import (
     use_ucx,
 )
 
+from bench.ports import free_port
 from foundation.ids import Incarnation, NodeId, RequestId, TransferId
 from foundation.ticket import Ticket, digest_of_fingerprint, digest_of_tokens, sign_ticket
 from kv_transfer.decode_driver import DecodeDriver
-from kv_transfer.driver import EngineProgress, NodeIdentity
+from kv_transfer.driver import EngineProgress, NodeIdentity, TransferLimits
 from kv_transfer.faults import VARIABLE
 from kv_transfer.port import BeginTransfer, TransferAccount
 
@@ -42,6 +43,10 @@ pytestmark = pytest.mark.sockets
 TOKENS = tuple(range(200, 328))
 PARCEL_POSITIONS = 16
 PARCELS = len(TOKENS) // PARCEL_POSITIONS
+PATIENT = replace(LIMITS, silence_limit_s=20.0)
+"""With these, what is known within a few seconds is not known by a silence."""
+LONGEST_SILENCE_S = 2 * LIMITS.silence_limit_s + 1.0
+"""A node that was itself stopped for a moment gives its peers the whole limit once more."""
 
 
 @dataclass
@@ -98,11 +103,11 @@ class Near:
 
 
 @asynccontextmanager
-async def decode_node() -> AsyncIterator[Near]:
+async def decode_node(limits: TransferLimits = LIMITS) -> AsyncIterator[Near]:
     transport = use_ucx()
     identity = NodeIdentity(NodeId("d0"), Incarnation(secrets.randbits(64)), FINGERPRINT, 0.1)
     engine, watcher = FakeDecodeEngine(make_pool(WHOLE, 1)), Watcher()
-    driver = DecodeDriver(identity, engine.pool, LIMITS, transport, engine, lambda: EngineProgress(0, False), watcher)
+    driver = DecodeDriver(identity, engine.pool, limits, transport, engine, lambda: EngineProgress(0, False), watcher)
     engine.driver = driver
     try:
         yield Near(driver, engine, watcher, identity.incarnation)
@@ -134,14 +139,14 @@ async def prefill_process(faults: str = "", control_port: str = "0") -> AsyncIte
 
 @pytest.mark.parametrize("landed", [1, PARCELS // 2, PARCELS - 1])
 async def test_f01_a_p_killed_after_so_many_parcels_leaves_d_with_their_verified_prefix(landed: int) -> None:
-    async with decode_node() as near, prefill_process(f"hold_sends_from={landed}") as far:
+    async with decode_node(PATIENT) as near, prefill_process(f"hold_sends_from={landed}") as far:
         transfer = near.begin(far)
         whole = landed * PARCEL_POSITIONS * WHOLE.token_bytes
         await until(lambda: near.watcher.payload("scattered", transfer) == whole)
         assert transfer not in near.engine.outcomes
         far.process.kill()
         await far.process.wait()
-        reason, account = await near.outcome(transfer, limit_s=1.0)
+        reason, account = await near.outcome(transfer, limit_s=5.0)
         assert account.verified_positions == landed * PARCEL_POSITIONS
         assert account.payload_bytes == whole
         near.check_prefix(transfer, account.verified_positions)
@@ -150,14 +155,11 @@ async def test_f01_a_p_killed_after_so_many_parcels_leaves_d_with_their_verified
 
 
 async def test_f02_a_p_stopped_mid_transfer_is_given_up_in_time_and_changes_nothing_when_it_wakes() -> None:
-    loop = asyncio.get_running_loop()
     async with decode_node() as near, prefill_process("stop_before_send=3") as far:
         transfer = near.begin(far)
         await until(lambda: far.state() == "T")
-        stopped_s = loop.time()
-        reason, account = await near.outcome(transfer, limit_s=10.0)
+        reason, account = await near.outcome(transfer, limit_s=LONGEST_SILENCE_S)
         assert reason in ("silent", "transfer_stalled")
-        assert loop.time() - stopped_s < LIMITS.silence_limit_s + 0.5
         assert account.verified_positions <= 3 * PARCEL_POSITIONS, "more parcels than P had begun to send"
         near.check_prefix(transfer, account.verified_positions)
         await until(lambda: near.driver.staging_drawn_bytes == 0)
@@ -172,16 +174,16 @@ async def test_f02_a_p_stopped_mid_transfer_is_given_up_in_time_and_changes_noth
 
 
 async def test_f22_a_p_restarted_under_the_same_address_is_paired_anew_at_once() -> None:
+    port = str(free_port())
     async with decode_node() as near:
-        async with prefill_process() as far:
+        async with prefill_process(control_port=port) as far:
             assert (await near.outcome(near.begin(far), 20.0))[0] == "committed"
             far.process.kill()
             await far.process.wait()
-            port = far.control_address.rpartition(":")[2]
         async with prefill_process(control_port=port) as fresh:
             assert fresh.control_address == far.control_address
             transfer = near.begin(fresh)
-            assert (await near.outcome(transfer, 5.0))[0] == "committed"
+            assert (await near.outcome(transfer, 10.0))[0] == "committed"
             near.check_prefix(transfer, len(TOKENS))
 
 
@@ -208,4 +210,4 @@ async def test_f04_a_d_killed_mid_transfer_leaves_nothing_on_p_within_the_bound(
                 await process.wait()
         await until(lambda: not pair.prefill_engine.blocks.taken, limit_s=1.0)
         await pair.at_rest()
-        await until(lambda: not pair.prefill.side.peers, limit_s=LIMITS.silence_limit_s + 0.5)
+        await until(lambda: not pair.prefill.side.peers, limit_s=LONGEST_SILENCE_S)

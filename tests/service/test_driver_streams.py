@@ -131,7 +131,7 @@ async def test_f06_a_refused_dial_is_told_at_once_and_tried_again_with_growing_p
         events.append(event)
         lost_s.append(loop.time())
 
-    client = ControlClient(emit, lambda peer, reason: None, 1.0)
+    client = ControlClient(emit, lambda peer, reason: None, 60.0)
     opened_s = loop.time()
     client.open(NodeId("p0"), "127.0.0.1:1")
     async with asyncio.timeout(10):
@@ -139,7 +139,7 @@ async def test_f06_a_refused_dial_is_told_at_once_and_tried_again_with_growing_p
             await asyncio.sleep(0.01)
     await client.close_all()
     assert events[:4] == [DialRefused(NodeId("p0"), "dial_refused")] * 4
-    assert lost_s[0] - opened_s < 1.0
+    assert lost_s[0] - opened_s < 10.0, "not when its limit is over"
     assert lost_s[3] - lost_s[2] >= 4 * SHORTEST_PAUSE_S
 
 
