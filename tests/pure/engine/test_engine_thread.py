@@ -98,9 +98,16 @@ def test_an_idle_engine_uses_no_cpu(harness: Harness) -> None:
     harness.thread.start()
     harness.thread.post(submit_of("r", PROMPT, max_tokens=1))
     harness.next()
-    begun = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - begun < 0.1
+
+    def used_in_a_while() -> float:
+        begun_s = time.process_time()
+        time.sleep(0.3)
+        return time.process_time() - begun_s
+
+    used_s = [used_in_a_while()]
+    while min(used_s) >= 0.1 and len(used_s) < 4:  # something else in this process was at work
+        used_s.append(used_in_a_while())
+    assert min(used_s) < 0.1
     assert not harness.thread.status.has_work
 
 
