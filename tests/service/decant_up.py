@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,10 @@ class Up:
         """pid of each living child by the name of its command."""
         found = {}
         for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if len(words) > 3:  # a zombie has none
-                found[words[3]] = int(pid)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # over since it was listed
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if len(words) > 3:  # a zombie has none
+                    found[words[3]] = int(pid)
         return found
 
     def ask(self, prompt: str) -> str:
@@ -70,8 +73,13 @@ class Up:
             return str(json.load(answer)["choices"][0]["text"])
 
     def usable_nodes(self) -> set[str]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/health", timeout=LIMIT_S) as answer:
-            nodes: list[dict[str, Any]] = json.load(answer)["nodes"]
+        """Roles of the nodes to which the router gives work."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/health", timeout=LIMIT_S) as answer:
+                body = answer.read()
+        except urllib.error.HTTPError as refused:
+            body = refused.read()
+        nodes: list[dict[str, Any]] = json.loads(body)["nodes"]
         return {node["role"] for node in nodes if node["refusal"] is None}
 
     def metric(self, port: int, name: str) -> float:

@@ -38,7 +38,7 @@ from decant.supervisor import ChildPlan, Interrupted, Supervisor
 from foundation.errors import StartError
 supervisor = Supervisor([ChildPlan(*plan) for plan in json.loads(sys.argv[1])], grace_s=5)
 try:
-    supervisor.start(15)
+    supervisor.start(60)
     print("ready", flush=True)
     supervisor.watch()
 except Interrupted:
@@ -69,7 +69,7 @@ class Parent:
 
     def child_pid(self, index: int) -> int | None:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[index]}/", timeout=2) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[index]}/", timeout=LIMIT_S) as answer:
                 return int(answer.read())
         except OSError:
             return None
