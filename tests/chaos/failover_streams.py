@@ -30,8 +30,8 @@ SCHEMA = {
     "required": sorted(REQUIRED),
     "additionalProperties": False,
 }
-SCHEMA_TOKENS = 160
-"""More than the longest object takes, so that the end of the object ends the answer."""
+SCHEMA_TOKENS = 512
+"""More than the longest object takes, white space included, so that the end of the object ends the answer."""
 
 LONGER = {"real": 2, "random": 6, "toy": 6}
 """How much longer answers are than in other chaos runs: the quicker a model, the more tokens until a harm has struck."""
