@@ -20,6 +20,9 @@ from router.generation import Generation, Refusal
 from router.journey import Ending, PositionedToken
 from router.text import AnswerText, AnyDetokenizer
 
+WRITE_GRACE_S = 30.0
+"""After a request's deadline its client may take so long to read what has been written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -92,12 +95,17 @@ class AnswerStream:
         if push is None or waiting is None or waiting.done() or not push.ready():
             self.deliver(tokens)
             return
-        piece = self._piece(cast("Sequence[types_pb2.Token]", tokens))
-        if piece.last:
-            self._last = piece
-            self._awaken()
-        else:
-            push.take(piece)
+        try:
+            piece = self._piece(cast("Sequence[types_pb2.Token]", tokens))
+            if piece.last:
+                self._last = piece
+                self._awaken()
+            else:
+                push.take(piece)
+        except Exception as error:
+            # A bug in what this answer needs ends its own reader, not the node's stream, on which everybody's tokens come.
+            if not waiting.done():
+                waiting.set_exception(error)
 
     def finish(self, ending: Ending) -> None:
         self._ending = ending

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from router.grammar import CALL_BEGINS, CALL_ENDS
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
+_OVER = re.compile(f"{CALL_ENDS}|(?={CALL_BEGINS})")
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 ID_BYTES = 12
 
@@ -130,8 +131,9 @@ class HermesCalls:
 
     def _read_head(self) -> bool:
         head = _HEAD.match(self._held)
-        if head is not None:
-            self._begin_call(json.loads(head[1], strict=False), "")
+        name = _text_of(head[1]) if head is not None else None
+        if head is not None and name is not None:
+            self._begin_call(name, "")
             self._held = self._held[head.end() :]
             self._place, self._depth, self._in_string = _Place.ARGUMENTS, 0, False
             return True
@@ -173,10 +175,11 @@ class HermesCalls:
         return self._place is _Place.TAIL
 
     def _read_tail(self) -> bool:
-        end = self._held.find(CALL_ENDS)
-        if end < 0:
+        """Up to the mark that ends the call, which some models forget before the next one."""
+        over = _OVER.search(self._held)
+        if over is None:
             return False
-        self._held = self._held[end + len(CALL_ENDS) :]
+        self._held = self._held[over.end() :]
         self._place = _Place.CONTENT
         return True
 
@@ -215,6 +218,15 @@ _STEPS: dict[_Place, Callable[[HermesCalls], bool]] = {
     _Place.ARGUMENTS: HermesCalls._read_arguments,
     _Place.TAIL: HermesCalls._read_tail,
 }
+
+
+def _text_of(written: str) -> str | None:
+    """Of a JSON string; None when it is none, for models write escapes that JSON does not have."""
+    try:
+        text: str = json.loads(written, strict=False)
+    except ValueError:
+        return None
+    return text
 
 
 def _possible_beginning(text: str) -> int:

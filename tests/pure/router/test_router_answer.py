@@ -117,6 +117,20 @@ async def test_a_stop_string_that_is_complete_in_a_pushed_piece_ends_the_answer(
     assert (reader.last.finish_reason, reader.last.stop_reason) == ("stop", "<end>")
 
 
+async def test_f28_what_fails_while_a_piece_is_pushed_ends_its_reader_and_nobody_else() -> None:
+    class Failing(Written):
+        def take(self, piece: Piece) -> None:
+            raise LookupError("a bug")
+
+    stream = new_stream([])
+    reading = asyncio.create_task(Reader(stream, Failing()).read())
+    for position, character in enumerate("some"):
+        stream.deliver_one(token(character, position))  # on the stream of a node, which goes on
+        await asyncio.sleep(0)
+    with pytest.raises(LookupError, match="a bug"):
+        await asyncio.wait_for(reading, 1)
+
+
 async def test_nothing_is_pushed_before_the_reader_has_written_the_beginning() -> None:
     stream = new_stream([])
     stream.deliver_one(token("a", 0))

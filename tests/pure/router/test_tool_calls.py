@@ -64,6 +64,7 @@ TEXTS = st.lists(
             '{"arguments": {"x": 1}, "name": "g"}',
             '{"name": "h", "arguments": "text"}',
             '{"name": "h"',
+            '{"name": "\\q", "arguments": {}}',
             "<tool",
             "call>",
             "\n",
@@ -108,6 +109,8 @@ def test_arguments_come_as_they_are_written() -> None:
         "<tool_call>nonsense</tool_call>",
         '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
         "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "\\u12", "arguments": {"a": 1}',
         '<tool_call>{"name": "f", "argum',
         "a <tool_ca",
     ],
@@ -115,6 +118,11 @@ def test_arguments_come_as_they_are_written() -> None:
 def test_what_only_looks_like_a_call_is_text(text: str) -> None:
     found = Reader().read(*text)
     assert (found.content, found.calls) == (text, [])
+
+
+def test_a_call_without_an_end_mark_hides_no_other() -> None:
+    found = Reader().read(*'<tool_call>{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}')
+    assert (found.content, found.calls) == ("", [["f", "{}"], ["g", "{}"]])
 
 
 def test_an_answer_that_is_cut_in_mid_call_ends_with_what_there_is() -> None:
