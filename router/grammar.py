@@ -34,7 +34,7 @@ def from_schema(parameter: str, schema: Mapping[str, Any] | bool | str) -> str:
             raise invalid(parameter, f"{parameter} must hold a JSON schema, which is an object")
     if schema is not False:
         schema = {**BOUNDED_SPACE, **({} if schema is True else schema)}
-    return checked(parameter, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    return checked(parameter, LLMatcher.grammar_from_json_schema(_written(parameter, schema)))
 
 
 def from_regex(parameter: str, regex: str) -> str:
@@ -67,7 +67,7 @@ def from_functions(
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        rules.append(f"function_{index}: %json {json.dumps(call)}")
+        rules.append(f"function_{index}: %json {_written(parameter, call)}")
     one_of = " | ".join(f"function_{index}" for index in range(len(functions)))
     more = "" if most_calls == 1 else ' ("\\n" call)*'
     call_rule = f'call: "{CALL_BEGINS}\\n" ({one_of}) "\\n{CALL_ENDS}"'
@@ -79,6 +79,13 @@ def from_lark(parameter: str, grammar: str) -> str:
     if not grammar.strip():
         raise invalid(parameter, f"{parameter} must not be empty")
     return checked(parameter, LLMatcher.grammar_from_lark(grammar))
+
+
+def _written(parameter: str, schema: Mapping[str, Any] | bool) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise invalid(parameter, f"{parameter} is nested too deeply") from None
 
 
 def checked(parameter: str, grammar: str) -> str:

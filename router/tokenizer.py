@@ -27,6 +27,16 @@ from router.text import AnyDetokenizer, ByteDetokenizer, Detokenizer
 
 SETTING = "--model"
 TEMPLATE_SETTING = "--chat-template"
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template's expressions raise on values that it was not written for."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -150,7 +160,7 @@ class ModelText:
         defaults = {"add_generation_prompt": True, "tools": None, "documents": None, **self._special_tokens}
         try:
             return self._chat_template.render({**defaults, **variables, "messages": messages})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise ChatTemplateRefused(str(error)) from None
 
 

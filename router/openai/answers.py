@@ -103,6 +103,8 @@ class CompletionForm:
     object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
+    prompt_ids_in_choice = True
+    """As in vLLM: each choice shows its own prompt's, for there may be several."""
 
     def __init__(self, token_text: TokenText) -> None:
         self._token_text = token_text
@@ -135,6 +137,7 @@ class ChatForm:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
+    prompt_ids_in_choice = False
 
     def __init__(self, token_bytes: Callable[[int], list[int]]) -> None:
         self._token_bytes = token_bytes
@@ -184,7 +187,7 @@ class Wanted:
     usage_key: bool = False
     """Chunks say `"usage": null` before the last one tells it."""
     token_ids: bool = False
-    """Each choice shows them beside its text, the prompt's too."""
+    """Each choice shows them beside its text; the prompt's stand where vLLM has them."""
     parser: Callable[[], ToolCallParser] | None = None
     """Of answers that may call tools."""
     names_its_tool: bool = False
@@ -229,12 +232,15 @@ class Answer:
             finish = _compact(self._ending(choice, piece))[1:-1]
         if not choice.began and self._beginnings[index]:
             parsed = Parsed(self._beginnings[index] + parsed.content)
-        body = self._form.chunk_choice(index, parsed, logprobs, finish, not choice.began)
+        begins = not choice.began
+        body = self._form.chunk_choice(index, parsed, logprobs, finish, begins)
         if self._wanted.token_ids:
-            body = body[:-1] + "," + _compact(self._ids(choice, piece.tokens, with_prompt=not choice.began))[1:]
+            body = body[:-1] + "," + _compact(self._ids(choice, piece.tokens, with_prompt=begins))[1:]
         choice.began = True
         choice.text_length += len(piece.text)
         tail = self._chunk_tail if usage is None else f'],"usage":{_compact(usage.as_json())}}}\n\n'
+        if beside := self._prompt_ids_beside() if begins else {}:
+            tail = f"],{_compact(beside)[1:-1]}{tail[1:]}"
         return f"{self._chunk_head}{body}{tail}".encode()
 
     def usage_chunk(self) -> bytes:
@@ -262,6 +268,7 @@ class Answer:
             **self._envelope.as_json(self._form.object),
             "choices": choices,
             "usage": self.usage().as_json(),
+            **self._prompt_ids_beside(),
         }
 
     def _ending(self, choice: _Choice, last: Piece) -> dict[str, Any]:
@@ -269,9 +276,16 @@ class Answer:
         return {"finish_reason": "tool_calls" if called else last.finish_reason, "stop_reason": last.stop_reason}
 
     def _ids(self, choice: _Choice, tokens: Sequence[types_pb2.Token], *, with_prompt: bool) -> dict[str, Any]:
-        ids = [token.token_id for token in tokens]
-        prompt = self._streams[choice.index].generation.prompt
-        return {"prompt_token_ids": prompt, "token_ids": ids} if with_prompt else {"token_ids": ids}
+        ids = {"token_ids": [token.token_id for token in tokens]}
+        if with_prompt and self._form.prompt_ids_in_choice:
+            return {"prompt_token_ids": self._streams[choice.index].generation.prompt, **ids}
+        return ids
+
+    def _prompt_ids_beside(self) -> dict[str, Any]:
+        """What stands beside the choices, which share one prompt."""
+        if not self._wanted.token_ids or self._form.prompt_ids_in_choice:
+            return {}
+        return {"prompt_token_ids": self._streams[0].generation.prompt}
 
     def _wants_logprobs(self, index: int) -> bool:
         return self._streams[index].generation.sampling.logprobs is not None

@@ -17,9 +17,10 @@ from functools import partial
 
 from aiohttp import web
 
-from router.answer import AnswerStream, Piece
+from foundation.log import get_logger
+from router.answer import WRITE_GRACE_S, AnswerStream, Piece
 from router.dispatch import Dispatcher
-from router.generation import Generation, invalid
+from router.generation import Generation, Refusal, invalid
 from router.intake import Intake
 from router.openai.answers import (
     DONE,
@@ -39,16 +40,16 @@ from router.openai.bodies import (
     TokenizeBody,
     template_variables,
 )
-from router.openai.errors import error_event, error_response
+from router.openai.errors import INTERNAL_ERROR, error_event, error_response
 from router.openai.event_writer import push_rest
 from router.openai.reading import read_body
 from router.request_trace import Caller, Operation
 from router.tool_calls import PARSERS
 
+log = get_logger()
+
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 LONGEST_CORRELATION_ID = 128
-WRITE_GRACE_S = 30.0
-"""After a request's deadline its client may take so long to read what has been written."""
 
 _OPERATIONS: dict[type[Form], Operation] = {CompletionForm: "text_completion", ChatForm: "chat"}
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -157,7 +158,7 @@ class Endpoints:
             async with asyncio.timeout(generations[0].deadline_s + WRITE_GRACE_S):
                 if as_stream:
                     return await _stream(request, answer, streams, body)
-                return await _whole(request, answer, streams)
+                return await _whole(answer, streams)
         finally:
             for stream in streams:
                 stream.close()
@@ -184,38 +185,47 @@ def correlation_id(request: web.Request) -> str:
     return given[:LONGEST_CORRELATION_ID] if given.isascii() and given.isprintable() else ""
 
 
-async def _whole(request: web.Request, answer: Answer, streams: Sequence[AnswerStream]) -> web.StreamResponse:
-    if len(streams) == 1:  # by far the most requests: no task of its own
-        lasts = [await _read_whole(answer, 0, streams[0])]
-    else:
-        lasts = await asyncio.gather(*(_read_whole(answer, index, stream) for index, stream in enumerate(streams)))
-    for last in lasts:
-        if last.failure is not None:
-            return error_response(last.failure)
-    body = json.dumps(answer.response(lasts)).encode()
-    return web.Response(body=body, content_type="application/json", headers=_own_headers(request))
-
-
-async def _read_whole(answer: Answer, index: int, stream: AnswerStream) -> Piece:
-    while True:
-        piece = await stream.next()
-        answer.take(index, piece)
-        if piece.last:
-            return piece
+async def _whole(answer: Answer, streams: Sequence[AnswerStream]) -> web.Response:
+    lasts: dict[int, Piece] = {}
+    async with contextlib.aclosing(_pieces(streams)) as pieces:
+        async for index, piece in pieces:
+            if piece.failure is not None:
+                return error_response(piece.failure)
+            answer.take(index, piece)
+            if piece.last:
+                lasts[index] = piece
+    body = json.dumps(answer.response([lasts[index] for index in range(len(streams))])).encode()
+    return web.Response(body=body, content_type="application/json")
 
 
 async def _stream(
     request: web.Request, answer: Answer, streams: Sequence[AnswerStream], body: CompletionBody | ChatBody
 ) -> web.StreamResponse:
-    response = web.StreamResponse(headers={**_STREAM_HEADERS, **_own_headers(request)})
+    response = web.StreamResponse(headers=_STREAM_HEADERS)
+    try:
+        return await _write_stream(request, response, answer, streams, body)
+    except (ConnectionError, TimeoutError):
+        raise
+    except Exception:
+        if not response.prepared:
+            raise  # an error body can still be the answer
+        log.exception("stream failed inside the router", path=request.path)
+        return await _end_with_error(response, INTERNAL_ERROR)
+
+
+async def _write_stream(
+    request: web.Request,
+    response: web.StreamResponse,
+    answer: Answer,
+    streams: Sequence[AnswerStream],
+    body: CompletionBody | ChatBody,
+) -> web.StreamResponse:
     async with contextlib.aclosing(_pieces(streams)) as pieces:
         async for index, piece in pieces:
             if piece.failure is not None:
                 if not response.prepared:
                     return error_response(piece.failure)
-                await response.write(error_event(piece.failure))
-                await response.write_eof()
-                return response
+                return await _end_with_error(response, piece.failure)
             chunk = answer.chunk(index, piece, answer.usage() if body.usage_in_every_chunk else None)
             if chunk:
                 if response.prepared:
@@ -227,6 +237,12 @@ async def _stream(
     if body.usage_in_stream:
         await response.write(answer.usage_chunk())
     await response.write(DONE)
+    await response.write_eof()
+    return response
+
+
+async def _end_with_error(response: web.StreamResponse, failure: Refusal) -> web.StreamResponse:
+    await response.write(error_event(failure))
     await response.write_eof()
     return response
 
@@ -253,8 +269,3 @@ async def _pieces(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, 
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
-
-
-def _own_headers(request: web.Request) -> dict[str, str]:
-    given = correlation_id(request)
-    return {"X-Request-Id": given} if given else {}

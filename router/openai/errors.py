@@ -26,6 +26,8 @@ STATUS = {
     RefusalKind.INTERNAL: 500,
 }
 
+INTERNAL_ERROR = Refusal(RefusalKind.INTERNAL, "internal error of the router", code="internal_error")
+
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
     status = STATUS[refusal.kind]

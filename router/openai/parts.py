@@ -110,6 +110,12 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
+    annotations: list[None] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+    reasoning: None = None
+    reasoning_content: None = None
+    """The last six: clients hand an answer back with what was empty in it (`message.model_dump()`)."""
 
     def for_template(self, path: str = "messages") -> dict[str, Any]:
         """`path`: where it stands in the body. Raises RequestRefused where fields do not fit its role."""

@@ -21,8 +21,8 @@ from router.generation import Refusal, RefusalKind, RequestRefused
 from router.intake import Intake
 from router.live_page.endpoints import LivePage
 from router.openai.edge import Handler, HttpEdge
-from router.openai.endpoints import Endpoints
-from router.openai.errors import error_response, plain_error_response
+from router.openai.endpoints import Endpoints, correlation_id
+from router.openai.errors import INTERNAL_ERROR, error_response, plain_error_response
 
 log = get_logger()
 
@@ -51,6 +51,7 @@ class HttpServer:
         self._started_at = int(time())
         application = web.Application(client_max_size=edge.limits.body_bytes, middlewares=[self._refusals, edge.admit])
         endpoints = Endpoints(intake, dispatcher)
+        application.on_response_prepare.append(_name)
         application.add_routes(
             [
                 web.post("/v1/completions", endpoints.completions),
@@ -89,6 +90,8 @@ class HttpServer:
             return error_response(refused.refusal)
         except web.HTTPRequestEntityTooLarge:
             return self._too_large()
+        except web.RequestPayloadError:
+            return self._unreadable()
         except web.HTTPException as error:
             if error.status < 400:
                 raise
@@ -101,12 +104,19 @@ class HttpServer:
             raise ConnectionResetError from None
         except Exception:
             log.exception("request failed inside the router", path=request.path)
-            return error_response(Refusal(RefusalKind.INTERNAL, "internal error of the router", code="internal_error"))
+            return error_response(INTERNAL_ERROR)
 
     def _too_large(self) -> web.Response:
         self._metrics.requests_refused_total.count("invalid")
         message = f"the body may have at most {self._edge.limits.body_bytes} bytes"
         return error_response(Refusal(RefusalKind.TOO_LARGE, message, code="body_too_large"))
+
+    def _unreadable(self) -> web.Response:
+        self._metrics.requests_refused_total.count("malformed_http")
+        message = "the body is not what its Content-Encoding or Transfer-Encoding says"
+        response = plain_error_response(400, message, "malformed_body")
+        response.force_close()
+        return response
 
     # --- what operators ask
 
@@ -161,3 +171,9 @@ class HttpServer:
             return web.json_response({"version": version("decant")})
         except PackageNotFoundError:
             return web.json_response({"version": "unknown"})
+
+
+async def _name(request: web.Request, response: web.StreamResponse) -> None:
+    """Every answer, refusals too, bears the name that its client gave it."""
+    if given := correlation_id(request):
+        response.headers["X-Request-Id"] = given

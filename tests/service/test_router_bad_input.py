@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.sockets, pytest.mark.asyncio(loop_scope="module")]
 BODY_LIMIT = 64 * 1024
 MODEL = "tiny-model"
 PROMPT = {"model": MODEL, "prompt": "x", "max_tokens": 2}
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 HUGE = 10**400
 
 
@@ -146,6 +146,12 @@ CHAT_ROWS: list[tuple[str, Any, str | None]] = [
 ]
 
 
+def nested(depth: int) -> bytes:
+    schema = b'{"a":' * depth + b"1" + b"}" * depth
+    form = b'{"type":"json_schema","json_schema":{"name":"x","schema":%b}}' % schema
+    return b'{"model":"tiny-model","prompt":"x","response_format":%b}' % form
+
+
 async def refused(served: tuple[RouterUnderTest, FakeNode], path: str, body: Any, parameter: str | None) -> None:
     router, node = served
     before = len(node.submits)
@@ -178,6 +184,35 @@ async def test_a_wrong_chat_is_refused_by_name(
     served: tuple[RouterUnderTest, FakeNode], body: Any, parameter: str | None
 ) -> None:
     await refused(served, "/v1/chat/completions", {**CHAT, **body}, parameter)
+
+
+async def test_a_schema_is_refused_by_name_however_deep_it_is(served: tuple[RouterUnderTest, FakeNode]) -> None:
+    """Also where it can just be read, and not be written again."""
+    router, _ = served
+    codes = set()
+    for depth in range(880, 1000):
+        status, found = await router.post("/v1/completions", nested(depth))
+        assert status == 400, (depth, found)
+        codes.add(found["error"]["code"])
+    assert codes == {"invalid_value", "malformed_json"}
+
+
+async def test_a_body_that_is_not_what_its_head_says_is_400(served: tuple[RouterUnderTest, FakeNode]) -> None:
+    router, _ = served
+    headers = {"Content-Encoding": "gzip", "X-Request-Id": "mine"}
+    async with router.http.post(f"{router.url}/v1/completions", data=b"no gzip", headers=headers) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (400, "malformed_body")
+        assert response.headers["X-Request-Id"] == "mine", "refusals bear the client's name for the request too"
+
+
+async def test_an_answer_may_be_handed_back_with_what_is_empty_in_it(
+    served: tuple[RouterUnderTest, FakeNode],
+) -> None:
+    router, _ = served
+    answer = await router.openai().chat.completions.create(**CHAT)
+    message = answer.choices[0].message.model_dump()
+    status, found = await router.post("/v1/chat/completions", {**CHAT, "messages": [*CHAT["messages"], message]})
+    assert status == 200, found
 
 
 NEUTRAL: dict[str, Any] = {

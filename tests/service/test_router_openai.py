@@ -332,6 +332,19 @@ async def test_token_ids_beside_the_text(folder: Path) -> None:
     assert chunks[0].choices[0].prompt_token_ids == list(b"hello")
 
 
+async def test_a_chat_shows_the_ids_of_its_prompt_beside_the_choices(folder: Path) -> None:
+    asked: Any = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2}
+    prompt = list(b"user: hi\nassistant: ")
+    async with router_with(folder, FakeNode("d0")) as router:
+        _, whole = await router.post("/v1/chat/completions", {**asked, "return_token_ids": True})
+        ask = router.openai().chat.completions.create
+        stream: Any = await ask(model=router.model, **asked, stream=True, extra_body={"return_token_ids": True})
+        chunks = [chunk async for chunk in stream]
+    assert whole["prompt_token_ids"] == prompt
+    assert all("prompt_token_ids" not in choice and len(choice["token_ids"]) == 2 for choice in whole["choices"])
+    assert [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")] == [prompt] * 2
+
+
 async def test_penalties_and_bias_reach_the_node(folder: Path) -> None:
     node = FakeNode("d0")
     async with router_with(folder, node) as router:

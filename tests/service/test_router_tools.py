@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 from llguidance import LLMatcher
 from router_fake_node import FakeNode
 from router_model_folder import CHAT_TEMPLATE, write_model_folder
-from router_under_test import RouterUnderTest, router_with
+from router_under_test import RouterUnderTest, router_with, until
 
 from foundation.errors import ConfigurationError
+from router import tool_calls
 from router.tokenizer import ModelText
+from router.tool_calls import HermesCalls, Parsed
 
 pytestmark = pytest.mark.sockets
 
@@ -74,6 +77,33 @@ async def test_a_call_in_a_stream(folder: Path) -> None:
     assert "".join(delta.function.arguments for delta in deltas) == ARGUMENTS
     assert len(deltas) > 2
     assert chunks[-1].finish_reason == "tool_calls"
+
+
+async def test_f28_a_stream_that_fails_inside_the_router_ends_with_an_error_and_harms_no_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(HermesCalls):
+        def add(self, text: str) -> Parsed:
+            assert "e" not in text, "a bug"
+            return super().add(text)
+
+    monkeypatch.setitem(tool_calls.PARSERS, "hermes", Failing)
+    node = saying("fine words, all of them")
+    body = {"messages": ASK, "max_tokens": 30, "stream": True}
+    async with router_with(folder, node) as router:
+        node.tokens_until_pause = 3
+        posts = [
+            router.http.post(f"{router.url}/v1/chat/completions", json=body | asked)
+            for asked in ({"tools": [TOOL]}, {})
+        ]
+        asking = [asyncio.ensure_future(post) for post in posts]
+        await router.heard(3, requests=2)
+        node.tokens_until_pause = None
+        failed, other = [await (await response).text() for response in asking]
+        assert [json.loads(line[6:]) for line in failed.split("\n\n") if line][-1]["error"]["code"] == "internal_error"
+        assert other.endswith("data: [DONE]\n\n")
+        await until(lambda: node.cancels)
+        assert (node.attached, [cancel.reason for cancel in node.cancels]) == (1, ["client_left"])
 
 
 async def test_the_answer_of_a_tool_goes_back_to_the_model(folder: Path) -> None:
