@@ -342,8 +342,8 @@ class Fleet:
     async def _remove(self, link: NodeLink) -> None:
         del self._links[link.node_id]
         self._withheld.discard(link.node_id)
-        await link.close()
         self.link_lost(link, "node_gone")
+        await link.close()
 
 
 def _context_limit(hello: Hello, status: Status | None) -> int:

@@ -7,7 +7,7 @@ Must not know: HTTP, nodes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
 from typing import Never
 
 import grpc.aio
@@ -15,7 +15,7 @@ from decant_proto.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from foundation.metrics import RouterMetrics
 from router import grammar as grammars
-from router.answer import AnswerStream, Piece
+from router.answer import WRITE_GRACE_S, AnswerStream, Piece
 from router.dispatch import Dispatcher
 from router.generation import Generation, Refusal, RefusalKind, RequestRefused, SamplingWishes, invalid
 from router.intake import Intake
@@ -44,9 +44,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._dispatcher = dispatcher
         self._metrics = metrics
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         try:
             generation = await self._generation(request, context)
         except RequestRefused as refused:
@@ -57,14 +55,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except RequestRefused as refused:
             await _abort(context, refused.refusal)
         try:
-            await context.send_initial_metadata((("decant-request-id", generation.request_id),))
-            while True:
-                piece = await stream.next()
-                if piece.failure is not None:
-                    await _abort(context, piece.failure)
-                yield _response(stream, piece)
-                if piece.last:
-                    return
+            async with asyncio.timeout(generation.deadline_s + WRITE_GRACE_S):
+                await _write(context, stream)
+        except TimeoutError:
+            await _abort(context, Refusal(RefusalKind.DEADLINE, "what was written has not been read", code="not_read"))
         finally:
             stream.close()
 
@@ -148,6 +142,18 @@ def _grammar(request: inference_pb2.GenerateRequest) -> str:
             return grammars.from_lark("grammar", request.grammar)
         case None:
             return ""
+
+
+async def _write(context: Context, stream: AnswerStream) -> None:
+    """The whole answer. Waits where the client does not read."""
+    await context.send_initial_metadata((("decant-request-id", stream.generation.request_id),))
+    while True:
+        piece = await stream.next()
+        if piece.failure is not None:
+            await _abort(context, piece.failure)
+        await context.write(_response(stream, piece))
+        if piece.last:
+            return
 
 
 def _response(stream: AnswerStream, piece: Piece) -> inference_pb2.GenerateResponse:

@@ -58,6 +58,7 @@ FAILOVER_PATIENCE_S = 30.0
 CONTEXT_TOKENS = 6
 """Tokens of the prompt before the answer that may decide how its first token is written."""
 _HOPELESS = frozenset({"context_too_short", "deadline_unmeetable"})
+"""Of a request that has shown nothing yet. A stream that has begun fitted a node, which may come back."""
 _OVER = (State.FINISHED, State.FAILED, State.CANCELLED)
 
 _ENDINGS = {
@@ -233,7 +234,7 @@ class Ongoing:
             case NoPlacement(reason):
                 self._books.without_node(self)
                 self.handle(NoPlace(reason))
-                if reason in _HOPELESS:
+                if reason in _HOPELESS and not self.first_token_seen:
                     self.handle(PatienceOver())
                 elif self._patience is None:
                     around = self._around
@@ -319,7 +320,7 @@ class Ongoing:
             self._metrics.requests_refused_total.count(effect.reason if unmeetable else "no_node")
         self._failure = effect.reason
         self._note("request", effect.reason, self.journey.node or "")
-        self.stream.fail(refusal_of(effect))
+        self.stream.fail(refusal_of(effect, begun=self.first_token_seen))
 
     # --- the end
 

@@ -101,11 +101,13 @@ _SENTENCES = {
 }
 
 
-def refusal_of(effect: Fail) -> Refusal:
+def refusal_of(effect: Fail, *, begun: bool) -> Refusal:
+    """`begun`: a part of the answer has been given, so what may succeed elsewhere was not asked wrongly."""
     kind, sentence = _SENTENCES.get(effect.reason, (None, f"the request could not be completed: {effect.reason}"))
-    if kind is None:
+    if kind is None or (begun and effect.retryable and kind is RefusalKind.INVALID):
         kind = RefusalKind.UNAVAILABLE if effect.retryable else RefusalKind.INTERNAL
-    retryable = effect.retryable and kind is not RefusalKind.INVALID
+    # Where the node's clock was faster than ours it says, rightly, that no other node would be in time.
+    retryable = (effect.retryable or kind is RefusalKind.DEADLINE) and kind is not RefusalKind.INVALID
     return Refusal(
         kind, sentence, code=effect.reason, retryable=retryable, retry_after_s=RETRY_AFTER_S if retryable else None
     )

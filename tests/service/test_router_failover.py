@@ -68,9 +68,8 @@ async def test_a_decode_node_that_falls_silent_is_given_up_at_the_silence_limit(
         await router.heard(5)
         other.ready = True
         hanging.silent = True
-        began_s = asyncio.get_running_loop().time()
-        await until(lambda: other.submits)
-        assert asyncio.get_running_loop().time() - began_s < SILENCE_LIMIT_S + 0.5
+        # Twice, where this process was stopped for a moment: then the router gives the node the limit once more.
+        await until(lambda: other.submits, 2 * SILENCE_LIMIT_S + 0.5)
         assert await answer == unharmed("hello")
 
 
@@ -250,7 +249,7 @@ async def test_f23_a_draining_router_ends_what_it_has_and_takes_nothing_new(fold
         assert not draining.done()
         node.tokens_until_pause = None
         assert await answer == unharmed("hello")
-        await asyncio.wait_for(draining, 2.0)
+        await asyncio.wait_for(draining, 8.0)  # and not when the grace is over
 
 
 async def test_f23_when_the_grace_period_is_over_streams_end_with_an_error_event(folder: Path) -> None:
@@ -274,7 +273,8 @@ async def test_f23_a_draining_node_gets_nothing_new_and_keeps_what_no_other_node
         first.draining, second.ready = True, True
         await until(lambda: len(second.submits) == 1)
         await until(lambda: router.router.fleet.link(NodeId("d0")).health.status.draining)  # type: ignore[union-attr]
-        assert len(first.requests) == 1, "one seat, one stream moved"
+        await until(lambda: len(first.requests) == 1)
+        assert len(second.submits) == 1, "one seat, one stream moved"
         assert [len(submit.settled_token_ids) for submit in second.submits] == [5]
         first.tokens_until_pause = second.tokens_until_pause = None
         assert await asyncio.gather(*answers) == [unharmed("hello"), unharmed("again")]
@@ -292,7 +292,7 @@ async def test_f23_streams_leave_a_draining_node_one_by_one_as_seats_become_free
         first.draining, second.ready = True, True
         assert await asyncio.gather(*answers) == [unharmed(prompt) for prompt in prompts]
         assert await router.metric('decant_request_attempts_total{reason="node_draining"}') == 3
-        assert [cancel.reason for cancel in first.cancels] == ["moved"] * 3
+        await until(lambda: [cancel.reason for cancel in first.cancels] == ["moved"] * 3)
 
 
 async def test_f23_a_node_that_an_operator_spares_gives_its_streams_away_and_gets_work_again(folder: Path) -> None:

@@ -18,6 +18,8 @@ from router_fake_node import FakeNode, expected_answer
 from router_model_folder import CONTEXT_LIMIT, write_model_folder
 from router_under_test import RouterUnderTest, router_with, until
 
+from router import inference_service
+
 pytestmark = pytest.mark.sockets
 
 SEEDED = inference_pb2.SamplingOptions(seed=3, max_tokens=12)
@@ -130,6 +132,25 @@ async def test_a_timeout_of_the_clients_own_ends_the_request(folder: Path) -> No
             await generate(router, request(sampling={"max_tokens": 100}, timeout_ms=200))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: not node.requests)
+
+
+async def test_a_client_that_reads_nothing_is_given_up_after_its_deadline(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference_service, "WRITE_GRACE_S", 0.1)
+    asked = request(sampling={"max_tokens": 400, "logprobs": 20}, timeout_ms=200)
+    small_window = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+    async with (
+        router_with(folder, FakeNode("d0")) as router,
+        grpc.aio.insecure_channel(router.grpc_address, small_window) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(asked)
+        await call.initial_metadata()
+        await asyncio.sleep(0.5)  # nothing is read, and nothing else could be waited for
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            _ = [response async for response in call]
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert dict(raised.value.trailing_metadata())["decant-code"] == "not_read"
 
 
 async def test_readiness_follows_the_nodes_and_liveness_does_not(folder: Path) -> None:
