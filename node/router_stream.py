@@ -155,6 +155,9 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
             log.info("router detached", router=attachment.router_id, reason=attachment.end_reason)
             self._handler.detached(attachment, attachment.end_reason)
         await asyncio.gather(reader, writer, return_exceptions=True)
+        for task in (reader, writer):
+            if not task.cancelled() and task.exception() is not None:  # a bug, of which the node's loop must hear
+                asyncio.get_running_loop().call_soon(task.result)
 
     async def _hear_hello(self, context: Any) -> Attachment:
         try:
@@ -179,7 +182,7 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
         try:
             async for message in attachment.messages():
                 await context.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError):
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             attachment.close("stream_broken")
 
     async def _read(self, attachment: Attachment, context: Any) -> None:
@@ -193,7 +196,7 @@ class RouterStreams(node_pb2_grpc.NodeServicer):
                 self._take(attachment, message)
         except TimeoutError:
             reason = "lease_lapsed"
-        except (grpc.RpcError, asyncio.InvalidStateError):
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             reason = "stream_broken"
         finally:
             attachment.close(reason)
