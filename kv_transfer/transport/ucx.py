@@ -235,7 +235,7 @@ class UcxTransport:
         try:
             async with asyncio.timeout(deadline_s):
                 contact, lifeline = await place_call(address, call)
-                return await self._open(call, contact, lifeline, lost, dialled=True)
+                return await self._open(call, contact, lifeline, lost)
         except TimeoutError as error:
             raise TransportError("dial_timeout", f"{address} did not greet within {deadline_s} s") from error
 
@@ -268,9 +268,9 @@ class UcxTransport:
         if arrived is None or lost is None or arrived.done():
             self.strangers_refused += 1
             return refuse(writer)
-        welcome(writer, self._contact())
+        say_welcome = partial(welcome, writer, self._contact())
         try:
-            session = await self._open(call, call.contact, Lifeline(reader, writer), lost, dialled=False)
+            session = await self._open(call, call.contact, Lifeline(reader, writer), lost, say_welcome)
         except BaseException as error:
             if not arrived.done():
                 arrived.set_exception(TransportError("unreachable", f"the greeting failed: {error!r}"))
@@ -282,20 +282,29 @@ class UcxTransport:
         return None
 
     async def _open(
-        self, call: Call, peer_contact: bytes, lifeline: Lifeline, lost: LostCallback, *, dialled: bool
+        self,
+        call: Call,
+        peer_contact: bytes,
+        lifeline: Lifeline,
+        lost: LostCallback,
+        say_welcome: Callable[[], None] | None = None,
     ) -> UcxSession:
+        """`say_welcome`: P's, who says it when its endpoint stands: so UCX seldom connects from both ends at once."""
         try:
             contact = read_contact(peer_contact)
-            endpoint = self.worker.endpoint(contact.worker_address)
-        except TransportError:
+            endpoint = await self.worker.endpoint(contact.worker_address)
+        except BaseException:
             lifeline.close()
             raise
         session = UcxSession(call.session, endpoint, lifeline, lost, self)
         self._map(session, contact.memory_handles)
         self._sessions = {known for known in self._sessions if not known.over} | {session}
         tags = (call.greeting_tag, call.greeting_tag | 1)
+        if say_welcome is not None:
+            say_welcome()
+            tags = tags[::-1]
         try:
-            await session.greet(*(tags if dialled else reversed(tags)))
+            await session.greet(*tags)
         except BaseException:
             await session.close()
             raise

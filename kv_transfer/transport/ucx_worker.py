@@ -10,7 +10,7 @@ an open one is deadly beside a running progress thread: the canceller holds the 
 progress thread, completing that very request, holds the worker's and wants the request's (seen: both hang for ever, and the
 interpreter lock with them). So `cancel` stops progress for the moment that it takes.
 
-What may block for a moment runs on one control thread, in order: cancelling, destroying endpoints, asking for descriptions.
+What may block for a moment runs on one control thread, in order: making, describing and destroying endpoints, cancelling.
 
 Must not know: sessions, lanes, tags.
 """
@@ -35,7 +35,10 @@ Done = TypeVar("Done")
 DEVICE_WAIT_MS = 1
 """The progress thread looks at least so often for copies that a GPU has finished."""
 
-_CLOSE_LIMIT_NS = 5 * 10**9
+_CLOSE_TRY_NS = 5 * 10**9
+_CLOSE_TRIES = 24
+"""UCX's thread is given two minutes in all, which it needs only when this process, or that thread, stood still: the binding
+gives up in silence, and then an endpoint that was taken for destroyed lives on."""
 _STRAYS_AT_ONCE = 1024
 _STRAY_LIMIT_BYTES = 64 * 1024
 
@@ -58,12 +61,15 @@ class UcxEndpoint:
         return self._handle.tag_recv(_array(buffer), self._binding.UCXXTag(tag))
 
     def on_close(self, callback: Any) -> None:
-        """`callback()` runs on UCX's thread when the endpoint fails or is closed."""
-        self._handle.set_close_callback(callback)
+        """`callback()` runs on UCX's thread when the endpoint fails or is closed; at once when it has failed already."""
+        try:
+            self._handle.set_close_callback(callback)
+        except RuntimeError:  # no other reason: it has failed since it was made
+            callback()
 
     def destroy(self) -> None:
-        """Blocks for at most a few seconds, usually microseconds; never for the peer: pending operations are cancelled."""
-        self._handle.close_blocking(period=_CLOSE_LIMIT_NS, max_attempts=1)
+        """Blocks until UCX's thread has done it, usually microseconds; never for the peer: pending operations are cancelled."""
+        self._handle.close_blocking(period=_CLOSE_TRY_NS, max_attempts=_CLOSE_TRIES)
         self._handle.remove_close_callback()
 
     def describe(self) -> str:
@@ -108,8 +114,16 @@ class UcxWorker:
         """What a peer needs to make an endpoint to this worker."""
         return bytes(self._worker.address)
 
-    def endpoint(self, peer_address: bytes) -> UcxEndpoint:
-        """Raises TransportError (`unreachable`)."""
+    async def endpoint(self, peer_address: bytes) -> UcxEndpoint:
+        """Raises TransportError (`unreachable`). One that nobody waits for any more is destroyed as soon as it is made."""
+        making = self.start(partial(self._make_endpoint, peer_address))
+        try:
+            return await asyncio.wrap_future(making)
+        except asyncio.CancelledError:
+            self.start(partial(_destroy_unwanted, making))
+            raise
+
+    def _make_endpoint(self, peer_address: bytes) -> UcxEndpoint:
         try:
             address = self._binding.UCXAddress.create_from_buffer(peer_address)
             handle = self._binding.UCXEndpoint.create_from_worker_address(self._worker, address, True)
@@ -189,6 +203,11 @@ class UcxWorker:
 
 def _do_nothing() -> None:
     pass
+
+
+def _destroy_unwanted(made: Future[UcxEndpoint]) -> None:
+    if not made.cancelled():
+        made.result().destroy()
 
 
 def _array(buffer: Bytes) -> Any:
