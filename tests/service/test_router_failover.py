@@ -188,6 +188,20 @@ async def test_after_the_first_byte_a_failure_is_an_error_event_and_not_an_end(f
             _ = [chunk async for chunk in stream]
 
 
+async def test_a_stream_waits_for_a_node_whose_context_is_as_long_as_the_one_it_lost(folder: Path) -> None:
+    long, short = FakeNode("d0", tokens_until_pause=7), FakeNode("d1", max_model_len=8, ready=False)
+    async with router_with(folder, long, short) as router:
+        answer = asyncio.ensure_future(streamed(router, "hello"))
+        await router.heard(7)
+        short.ready = True
+        await until(lambda: router.router.fleet.usable_by_role()["decode"] == 2)
+        await long.kill()
+        await until(lambda: [one.waits_for for one in router.router.dispatcher.accounts()] == ["context_too_short"])
+        long.incarnation, long.tokens_until_pause = 2, None
+        await long.start()
+        assert await answer == unharmed("hello")
+
+
 async def test_f10_a_client_that_leaves_frees_the_node_within_a_second(folder: Path) -> None:
     node = FakeNode("d0", tokens_until_pause=3)
     async with router_with(folder, node) as router:
