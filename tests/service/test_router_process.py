@@ -24,7 +24,7 @@ from router.registry import entry_to_proto
 
 pytestmark = pytest.mark.sockets
 
-START_LIMIT_S = 30.0
+START_LIMIT_S = 100.0
 
 
 class Process:
@@ -85,7 +85,7 @@ async def test_f23_sigterm_lets_a_stream_end_and_the_process_leaves_with_0(folde
         async with http.post(f"{process.url}/v1/completions", json=body) as response:
             first = await response.content.readuntil(b"\n\n")
             router.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while await reasons(http, process.url) != ["draining"]:
                     await asyncio.sleep(0.01)
             assert (await http.get(f"{process.url}/live")).status == 200
