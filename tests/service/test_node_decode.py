@@ -112,7 +112,7 @@ async def test_f10_a_cancelled_request_ends_and_frees_its_blocks_within_a_second
     answer = router.submit(toy_prompt(100, seed=5), greedy(3000), request_id=request_id)
     await answer.has_tokens(3)
     router.cancel(request_id)
-    await answer.end(1)
+    await answer.end(5)
     assert answer.finish_reason == types_pb2.FINISH_REASON_CANCELLED
     await all_blocks_are_back(node, BLOCKS, within_s=1)
 
@@ -124,7 +124,7 @@ async def test_f36_a_higher_attempt_supersedes_the_lower_and_the_lower_is_refuse
     old = router.submit(prompt, greedy(3000), request_id=request_id, attempt=1)
     await old.has_tokens(2)
     new = router.submit(prompt, greedy(5), request_id=request_id, attempt=2, settled=old.tokens[:2])
-    await old.end(2)
+    await old.end(10)
     assert old.finish_reason == types_pb2.FINISH_REASON_CANCELLED
     assert [*old.tokens[:2], *(await new.end(20)).tokens] == toy_answer(prompt, 5)
 
@@ -136,7 +136,7 @@ async def test_f36_a_router_that_is_gone_takes_its_requests_with_it(node: NodePr
 
 
 async def test_the_deadline_ends_a_request_by_name(router: RouterClient) -> None:
-    answer = await router.submit(toy_prompt(10, seed=8), greedy(3000), deadline_ms=150).end(3)
+    answer = await router.submit(toy_prompt(10, seed=8), greedy(3000), deadline_ms=150).end(20)
     assert (answer.finish_reason, answer.failure) == (types_pb2.FINISH_REASON_FAILED, "deadline")
     assert not answer.retryable
 
@@ -160,12 +160,13 @@ async def test_what_can_never_be_served_is_refused_by_name_and_for_good(
 
 
 async def test_beyond_its_limit_a_node_refuses_with_a_retry_hint(node: NodeProcess, router: RouterClient) -> None:
-    answers = [router.submit(toy_prompt(8, seed=number), greedy(400)) for number in range(100)]
+    answers = [router.submit(toy_prompt(8, seed=number), greedy(200)) for number in range(100)]
     ended = [await answer.end(60) for answer in answers]
     refused = [answer for answer in ended if answer.failure == "overloaded"]
-    assert len(refused) == 100 - 8 * 8
+    assert 0 < len(refused) <= 100 - 8 * 8, "fewer where some had ended before all had come"
+    assert not any(answer.failure for answer in ended[: 8 * 8])
     assert all(answer.retryable and answer.retry_after_ms > 0 for answer in refused)
-    assert all(len(answer.tokens) == 400 for answer in ended if not answer.failure)
+    assert all(len(answer.tokens) == 200 for answer in ended if not answer.failure)
 
 
 async def test_metrics_count_what_was_served(node: NodeProcess, router: RouterClient) -> None:
@@ -190,25 +191,29 @@ async def test_f23_a_drained_node_refuses_new_work_ends_what_runs_and_exits_clea
         await until_ready(node)
         async with attached(node.control_address) as router:
             running = router.submit(prompt := toy_prompt(50, seed=10), greedy(700))
-            await running.has_tokens(2)
+            long_id = new_request_id()
+            long = router.submit(toy_prompt(50, seed=11), greedy(2200), request_id=long_id)
+            for answer in (running, long):
+                await answer.has_tokens(2)
             node.send(signal.SIGTERM)
 
             async def draining() -> bool:
                 return (await node.health()) == (503, ["draining"])
 
-            await eventually(draining, 2, "readiness is 503 and says draining")
+            await eventually(draining, 5, "readiness is 503 and says draining")
             assert (await asyncio.to_thread(node.get, "/live"))[0] == 200
-            refused = await router.submit([1, 2, 3], greedy(4)).end(2)
+            refused = await router.submit([1, 2, 3], greedy(4)).end(5)
             assert (refused.failure, refused.retryable) == ("draining", True)
             assert refused.retry_after_ms > 0
 
             async def routers_know() -> bool:
                 return router.status.draining
 
-            await eventually(routers_know, 1, "the router was told")
-            assert not running.ended.is_set()
+            await eventually(routers_know, 5, "the router was told")
+            assert not long.ended.is_set()
             assert (await running.end(30)).tokens == toy_answer(prompt, 700)
-            assert await node.exit_code(5) == 0
+            router.cancel(long_id)
+            assert await node.exit_code(20) == 0
     finally:
         node.end()
 
@@ -221,7 +226,8 @@ async def test_f23_work_that_outlasts_the_grace_period_is_given_up(folder: Path)
             running = router.submit(toy_prompt(50, seed=10), greedy(4000))
             await running.has_tokens(2)
             node.send(signal.SIGTERM)
-            assert await node.exit_code(3) == 0
+            assert await node.exit_code(20) == 0
+        assert "drain grace is over" in node.log()
     finally:
         node.end()
 
