@@ -16,6 +16,8 @@ SMALL = (
     "--slot-bytes=4KiB",
     "--staging-bytes=512KiB",
 )
+PATIENT = "--silence-limit-s=10"
+"""Where no silence is tested, a node that is kept waiting for a moment is no fault."""
 
 
 class Pair:

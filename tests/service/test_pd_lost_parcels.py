@@ -12,7 +12,7 @@ import pytest_asyncio
 from pd_golden import TOY_LAYOUT, toy_answer, toy_prompt
 from pd_nodes import all_blocks_are_back, start_node, until_ready
 from pd_router_client import attached, greedy
-from pd_world import BLOCKS, SMALL, Pair
+from pd_world import BLOCKS, PATIENT, SMALL, Pair
 
 from engine.model.toy import write_toy_folder
 from foundation.keys import draw_master_keys, write_key_file
@@ -30,8 +30,9 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     """A prefill node that flips a byte of one parcel after the other, and a decode node that caches nothing."""
     model, keys = write_toy_folder(tmp_path / "toy"), draw_master_keys()
     write_key_file(tmp_path / "key", keys)
-    flips = start_node("prefill", tmp_path, model, tmp_path / "key", *SMALL, faults="flip_next_parcel_from=0")
-    forgets = start_node("decode", tmp_path, model, tmp_path / "key", *SMALL, "--no-enable-prefix-caching")
+    common = (*SMALL, PATIENT)
+    flips = start_node("prefill", tmp_path, model, tmp_path / "key", *common, faults="flip_next_parcel_from=0")
+    forgets = start_node("decode", tmp_path, model, tmp_path / "key", *common, "--no-enable-prefix-caching")
     try:
         await until_ready(flips, forgets)
         async with attached(flips.control_address) as p, attached(forgets.control_address) as d:

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from pd_golden import TOY_LAYOUT, toy_answer, toy_prompt
 from pd_nodes import Metrics, NodeProcess, all_blocks_are_back, eventually, start_node, until_ready
 from pd_router_client import attached, greedy, new_request_id, prefill_choice
-from pd_world import BLOCKS, SMALL, Pair
+from pd_world import BLOCKS, PATIENT, SMALL, Pair
 
 from engine.model.toy import write_toy_folder
 from foundation.keys import MasterKeys, draw_master_keys, write_key_file
@@ -43,7 +43,7 @@ def nodes(folder: Path, keys: MasterKeys) -> Iterator[dict[str, NodeProcess]]:
     """p: a prefill node; d: a decode node; forgetful: a decode node without a prefix cache."""
 
     def start(role: str, *options: str) -> NodeProcess:
-        return start_node(role, folder, folder / "toy", folder / "key", *SMALL, *options)
+        return start_node(role, folder, folder / "toy", folder / "key", *SMALL, PATIENT, *options)
 
     nodes = {"p": start("prefill"), "d": start("decode"), "forgetful": start("decode", "--no-enable-prefix-caching")}
     try:
@@ -204,7 +204,7 @@ async def test_f10_a_client_that_leaves_while_decoding_frees_both_nodes(pair: Pa
     answer = pair.submit(toy_prompt(100, seed=7), greedy(3000), request_id=request_id)
     await answer.has_tokens(5)
     pair.routers["d"].cancel(request_id)
-    await answer.end(1)
+    await answer.end(5)
     for name in ("p", "d"):
         await all_blocks_are_back(pair.nodes[name], BLOCKS, within_s=1)
 
@@ -217,7 +217,7 @@ async def test_f10_clients_that_leave_at_any_moment_leave_nothing_behind(pair: P
         await asyncio.sleep(0.002 * (number % 8))  # spreads the cancels over queueing, prefilling, travelling, decoding
         pair.routers["d"].cancel(request_id)
     for answer in answers:
-        await answer.end(2)
+        await answer.end(10)
     for name in ("p", "d"):
         await all_blocks_are_back(pair.nodes[name], BLOCKS, within_s=2)
     prompt = toy_prompt(60, seed=9)
@@ -273,7 +273,7 @@ async def test_prefill_nodes_tell_their_ticket_epoch_and_load(pair: Pair) -> Non
     async def heard() -> bool:
         return router.status_changed.is_set()
 
-    await eventually(heard, 2, "a status of the prefill node")
+    await eventually(heard, 10, "a status of the prefill node")
     assert router.status.ready
     assert router.status.blocks_total == BLOCKS
 
