@@ -91,13 +91,16 @@ def _items(
         return block_size * heads * head_bytes, planes.reshape(-1)
     if whole_blocks and not nhd and taken == 1:
         return block_size * head_bytes, (planes * heads + region.first_head).reshape(-1)
-    positions = np.arange(parcel.first_position, parcel.end_position)
-    planes = planes[:, :, positions // block_size - parcel.first_position // block_size, None]
-    offsets = (positions % block_size)[:, None]
+    places = np.arange(block_size)[:, None]
     if nhd:
         run = gcd(heads, region.first_head, taken)
-        runs = np.arange(region.first_head // run, region.end_head // run)
-        index = (planes * block_size + offsets) * (heads // run) + runs
-        return run * head_bytes, index.reshape(-1)
-    index = (planes * heads + np.arange(region.first_head, region.end_head)) * block_size + offsets
-    return head_bytes, index.reshape(-1)
+        item_bytes, items_a_plane = run * head_bytes, block_size * heads // run
+        within = places * (heads // run) + np.arange(region.first_head // run, region.end_head // run)
+    else:
+        item_bytes, items_a_plane = head_bytes, heads * block_size
+        within = places + np.arange(region.first_head, region.end_head) * block_size
+    # Added by whole blocks, the longest rows there are: a row for each position, a few heads long, took three times as long.
+    index = (planes * items_a_plane)[..., None] + within.reshape(-1)
+    skipped = parcel.first_position % block_size
+    wanted = slice(skipped, skipped + parcel.positions)
+    return item_bytes, index.reshape(len(layers), 2, -1, within.shape[1])[:, :, wanted].reshape(-1)
