@@ -157,8 +157,9 @@ def hello_received(turn: PrefillTurn, peer: Peer, event: MessageReceived, hello:
         return
     if peer.session:
         session_over(turn, replace(peer, streaming=False), "replaced", tell=False)
-    if mismatch := hello_mismatch(turn.local.hello, hello, turn.local.cut):
-        turn.out.send(event.peer, sender, HelloRefused(mismatch))
+    mismatch = hello_mismatch(turn.local.hello, hello, turn.local.cut)
+    if refusal := mismatch or _session_taken(turn, hello.session):
+        turn.out.send(event.peer, sender, HelloRefused(refusal))
         turn.out.add(CloseStream(event.peer))
         turn.peers = turn.peers.drop(event.peer) if event.peer in turn.peers else turn.peers
         return
@@ -167,6 +168,12 @@ def hello_received(turn: PrefillTurn, peer: Peer, event: MessageReceived, hello:
     turn.peers = turn.peers.put(event.peer, fresh)
     turn.out.tell(fresh, replace(turn.local.hello, session=hello.session))
     turn.out.add(OpenLane(event.peer, hello.session, ""))
+
+
+def _session_taken(turn: PrefillTurn, session: int) -> str | None:
+    """Numbers are drawn at random, so it is a stranger who says one that is another pair's, or not fenced yet."""
+    taken = session in turn.closing or any(peer.session == session for peer in turn.peers.values())
+    return f"session: {session:#x} is taken" if taken else None
 
 
 def _session_resumed(turn: PrefillTurn, peer: Peer, sender: Incarnation, hello: Hello) -> None:

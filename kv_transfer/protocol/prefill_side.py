@@ -193,9 +193,11 @@ def _stalled(turn: PrefillTurn, event: Stalled) -> None:
 
 
 def _gathered(turn: PrefillTurn, event: Gathered) -> None:
+    """A number that D has granted twice is good for one send at a time."""
     slot = turn.sending.slots[event.slot]
     transfer = turn.transfers[slot.transfer]
-    if transfer.state is PrefillState.SENDING and not event.refusal:
+    doubled = turn.sending.sends(slot.session, slot.credit)
+    if transfer.state is PrefillState.SENDING and not event.refusal and not doubled:
         turn.sending = turn.sending.take(event.slot, SendingStep.SEND)
         credit = transfer.credits[slot.parcel_index]
         assert transfer.nonce is not None
@@ -211,10 +213,12 @@ def _gathered(turn: PrefillTurn, event: Gathered) -> None:
         )
     else:
         turn.sending = turn.sending.take(event.slot, SendingStep.DROP)
-        if transfer.state is PrefillState.SENDING:
-            turn.end(transfer, GatherRefused, event.refusal, failed=True)
-        else:
+        if transfer.state is not PrefillState.SENDING:
             turn.settle(transfer)
+        elif doubled:
+            turn.end(transfer, BadCredits, "bad_credits", failed=True)
+        else:
+            turn.end(transfer, GatherRefused, event.refusal, failed=True)
     turn.pump()
 
 

@@ -79,6 +79,13 @@ class SendingSlots:
                 sending = sending.take(SlotIndex(index), SendingStep.FENCE)
         return sending
 
+    def sends(self, session: int, credit: CreditNumber) -> bool:
+        """Whether a send under this credit is open."""
+        return any(
+            slot.credit == credit and slot.session == session and slot.state is SendingState.SENDING
+            for slot in self.slots
+        )
+
     def gathers_open(self, transfer: TransferId) -> bool:
         return any(slot.state is SendingState.GATHERING and slot.transfer == transfer for slot in self.slots)
 

@@ -137,6 +137,24 @@ async def test_f17_a_decode_node_that_talks_nonsense_ends_only_its_own_session(s
         await pair.at_rest()
 
 
+async def test_f17_a_session_number_of_another_pair_is_refused_by_name_and_harms_nobody() -> None:
+    """A second session under one number was taken for a bug of our own, and ended the node."""
+    async with driver_pair() as pair:
+        pair.prefill_engine.hold_at = 32
+        good = pair.begin(TOKENS)
+        await until(lambda: pair.decode_watcher.payload("scattered", good) > 0)
+        taken = pair.prefill.side.peers[pair.decode_identity.node_id].session
+        async with grpc.aio.insecure_channel(pair.proxy.address) as channel:
+            call: Any = channel.stream_stream(METHOD)()
+            await call.write(write_envelope(m.Envelope(STRANGE, Incarnation(0), replace(HELLO, session=taken))))
+            answer = read_envelope(await call.read())
+        assert isinstance(answer, m.Envelope)
+        assert answer.message == m.HelloRefused(f"session: {taken:#x} is taken")
+        pair.prefill_engine.hold_at = None
+        assert (await pair.outcome(good))[0] == "committed"
+        assert not pair.prefill.failure.done()
+
+
 class StrangePrefillNode:
     """Answers Hello properly and everything else with nonsense."""
 

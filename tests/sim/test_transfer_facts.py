@@ -21,8 +21,10 @@ from kv_transfer.protocol.decode_turn import DecodeSide
 from kv_transfer.protocol.effects import (
     CancelReceive,
     Count,
+    Gather,
     NodeEnded,
     NodeReleased,
+    OpenLane,
     OpenStream,
     PostReceive,
     QuarantineArena,
@@ -30,7 +32,7 @@ from kv_transfer.protocol.effects import (
     Send,
     SendParcel,
 )
-from kv_transfer.protocol.events import LaneOpened, LeaseExpired, MessageReceived, Silent, Stalled, StreamOpened
+from kv_transfer.protocol.events import Fenced, LaneOpened, LeaseExpired, MessageReceived, Silent, Stalled, StreamOpened
 from kv_transfer.protocol.local import LocalNode
 from kv_transfer.protocol.messages import Credits, Envelope, Failed, HelloRefused, Offer, Refused
 from kv_transfer.protocol.peer import hello_mismatch
@@ -367,6 +369,45 @@ def test_credits_that_do_not_fit_p_s_own_cut_end_the_transfer(broken: dict[str, 
     assert not sent(p_hears(world.p, good)[1], Failed)
     _, effects = p_hears(world.p, replace(good, **broken))
     assert sent(effects, Failed) == [Failed(R, "bad_credits")]
+
+
+def test_f17_two_sends_are_never_open_under_one_credit_number() -> None:
+    world = until(ready_world(), lambda w: w.p is not None and w.p.transfers[R].expected_positions > 0)
+    assert world.p is not None
+    side, _ = prefill_side.handle(world.p, events.Computed(R, world.plan.positions))
+    twice = (messages.Credit(CreditNumber(0), 16),) * 2
+    side, effects = p_hears(side, Credits(R, 0, 8, 0, twice, SessionNonce(501)))
+    first, second = (gather.slot for gather in of(effects, Gather))
+    side, effects = prefill_side.handle(side, events.Gathered(first, 1))
+    assert len(of(effects, SendParcel)) == 1
+    side, effects = prefill_side.handle(side, events.Gathered(second, 2))
+    assert not of(effects, SendParcel)
+    assert sent(effects, Failed) == [Failed(R, "bad_credits")]
+
+
+@pytest.mark.parametrize("number", ["live", "closing"])
+def test_f17_a_session_number_of_another_pair_is_refused_until_that_session_is_fenced(number: str) -> None:
+    world = ready_world()
+    assert world.p is not None
+    side, session = world.p, world.p.peers[D].session
+    if number == "closing":
+        side, _ = p_hears(side, messages.SessionClosed(session))
+    other = NodeId("D2")
+
+    def hello(side: PrefillSide) -> tuple[PrefillSide, tuple[Any, ...]]:
+        envelope = Envelope(
+            Incarnation(4001), Incarnation(0), replace(side.local.hello, node_id=other, session=session)
+        )
+        return prefill_side.handle(
+            prefill_side.handle(side, StreamOpened(other, 0))[0], MessageReceived(other, envelope)
+        )
+
+    refused, effects = hello(side)
+    assert not of(effects, OpenLane)
+    assert len(sent(effects, HelloRefused)) == 1
+    assert other not in refused.peers
+    if number == "closing":
+        assert of(hello(prefill_side.handle(refused, Fenced(D, session))[0])[1], OpenLane)
 
 
 @pytest.mark.parametrize("offer", [Offer(R, 3, 2), Offer(R, 0, 5)], ids=str)
