@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -33,6 +32,8 @@ from kv_transfer.transport.self_test import measure_lane
 
 NONCE = SessionNonce(0xABCDE12345)
 MIDDLE_BYTES = 300_000
+LOST_WITHIN_S = 5.0
+"""At once, on a machine that keeps processes waiting."""
 
 FENCED_WORLDS = [
     pytest.param("memory", id="memory"),
@@ -90,12 +91,17 @@ async def soon(outcome: asyncio.Future[ReceiveOutcome]) -> ReceiveOutcome:
     return await asyncio.wait_for(outcome, DEADLINE_S)
 
 
-async def caught_half_way(world: World, near: Near, number: int = 0) -> tuple[Bytes, asyncio.Future[ReceiveOutcome]]:
-    """A message of which a part has landed, its receive still open when this returns."""
-    buffer = np.zeros(world.large_bytes, np.uint8)
-    outcome = near.receive(tag(number), buffer)
-    await world.send_partly(7, tag(number), buffer, seed=number)
-    return buffer, outcome
+async def caught_half_way(world: World, near: Near) -> tuple[Tag, Bytes, asyncio.Future[ReceiveOutcome]]:
+    """A message of which a part has landed, its receive still open when this returns; the next one where it was too quick."""
+    for number in range(5):
+        buffer = np.zeros(world.large_bytes, np.uint8)
+        outcome = near.receive(tag(number), buffer)
+        await world.send_partly(7, tag(number), buffer, seed=0)
+        if not buffer[-1]:
+            return tag(number), buffer, outcome
+        world.let_go(tag(number))
+        assert await soon(outcome) == Landed(tag(number))
+    raise AssertionError("every message landed before it could be caught")
 
 
 async def nothing_more_lands(buffer: Bytes) -> None:
@@ -149,33 +155,31 @@ async def test_f33_a_receive_cancelled_before_its_match_is_never_written(world: 
 @on_all_lanes
 async def test_f33_a_matched_receive_cannot_be_cancelled_and_lands(world: World) -> None:
     near = await Near.dial(world, await world.listen())
-    buffer, outcome = await caught_half_way(world, near)
+    caught, buffer, outcome = await caught_half_way(world, near)
     assert not outcome.done()
-    near.session.cancel_unused(tag(0))
-    world.let_go(tag(0))
-    assert await soon(outcome) == Landed(tag(0))
+    near.session.cancel_unused(caught)
+    world.let_go(caught)
+    assert await soon(outcome) == Landed(caught)
     assert np.array_equal(buffer, pattern(buffer.size, 0))
 
 
 @on_fenced_lanes
 async def test_f01_a_peer_killed_in_mid_message_is_noticed_and_closing_fences_it(world: World) -> None:
     near = await Near.dial(world, await world.listen())
-    buffer, outcome = await caught_half_way(world, near)
+    caught, buffer, outcome = await caught_half_way(world, near)
     await world.kill()
-    killed_s = time.monotonic()
+    assert await asyncio.wait_for(near.lost, LOST_WITHIN_S)
     assert not buffer[-1]
-    assert await asyncio.wait_for(near.lost, 1.0)
-    assert time.monotonic() - killed_s < 1.0
     assert isinstance(await near.session.close(), Fenced)
     assert isinstance(await soon(outcome), ReceiveFailed)
-    world.let_go(tag(0))
+    world.let_go(caught)
     await nothing_more_lands(buffer)
 
 
 @on_fenced_lanes
 async def test_f03_after_a_stopped_peer_was_closed_on_its_late_bytes_never_land(world: World) -> None:
     near = await Near.dial(world, await world.listen())
-    buffer, outcome = await caught_half_way(world, near)
+    caught, buffer, outcome = await caught_half_way(world, near)
     await world.stop()
     assert not buffer[-1]
     assert not outcome.done()
@@ -183,9 +187,9 @@ async def test_f03_after_a_stopped_peer_was_closed_on_its_late_bytes_never_land(
     assert isinstance(await soon(outcome), ReceiveFailed)
     before = buffer.copy()
     await world.resume()
-    world.let_go(tag(0))
+    world.let_go(caught)
     # The sender may see success all the same: what it sends to a destroyed endpoint is taken off the wire and dropped.
-    assert await world.far_outcome(tag(0)) in ("Sent", "SendFailed")
+    assert await world.far_outcome(caught) in ("Sent", "SendFailed")
     assert np.array_equal(buffer, before)
     assert await world.far_close(7) == "Fenced"
     await nothing_more_lands(buffer)
@@ -194,27 +198,27 @@ async def test_f03_after_a_stopped_peer_was_closed_on_its_late_bytes_never_land(
 @on_fenced_lanes
 async def test_f02_a_stopped_peer_says_nothing_and_goes_on_when_it_may(world: World) -> None:
     near = await Near.dial(world, await world.listen())
-    buffer, outcome = await caught_half_way(world, near)
+    caught, buffer, outcome = await caught_half_way(world, near)
     await world.stop()
     await nothing_more_lands(buffer) if world.large_bytes < 1 << 22 else await asyncio.sleep(0.5)
     assert not outcome.done()
     assert not near.lost.done()
     await world.resume()
-    world.let_go(tag(0))
-    assert await soon(outcome) == Landed(tag(0))
+    world.let_go(caught)
+    assert await soon(outcome) == Landed(caught)
     assert np.array_equal(buffer, pattern(buffer.size, 0))
 
 
 @pytest.mark.parametrize("world", ["reads"], indirect=True)
 async def test_where_the_receiver_reads_a_matched_receive_outlives_its_peer_and_is_its_own_fence(world: World) -> None:
     near = await Near.dial(world, await world.listen())
-    buffer, outcome = await caught_half_way(world, near)
+    caught, buffer, outcome = await caught_half_way(world, near)
     await world.kill()
     closing = asyncio.create_task(near.session.close())
-    await asyncio.wait_for(near.lost, 1.0)
+    await asyncio.wait_for(near.lost, LOST_WITHIN_S)
     assert not closing.done()
-    world.let_go(tag(0))
-    assert await soon(outcome) == Landed(tag(0))
+    world.let_go(caught)
+    assert await soon(outcome) == Landed(caught)
     assert np.array_equal(buffer, pattern(buffer.size, 0))
     assert isinstance(await closing, Fenced)
 
@@ -236,12 +240,12 @@ async def test_memory_that_the_peer_still_reads_is_fenced_later_when_it_does_not
 @pytest.mark.parametrize("world", ["writes"], indirect=True)
 async def test_where_the_sender_writes_neither_error_nor_close_is_a_fence(world: World) -> None:
     near = await Near.dial(world, await world.listen())
-    buffer, outcome = await caught_half_way(world, near)
+    caught, buffer, outcome = await caught_half_way(world, near)
     await world.kill()
     assert isinstance(await soon(outcome), ReceiveFailed)
-    assert await near.session.close() == NotFenced(7, frozenset({tag(0)}))
+    assert await near.session.close() == NotFenced(7, frozenset({caught}))
     assert not buffer[-1]
-    world.let_go(tag(0))
+    world.let_go(caught)
     await until(lambda: bool(buffer[-1]))
     assert np.array_equal(buffer, pattern(buffer.size, 0))
 
@@ -329,7 +333,7 @@ async def test_f22_a_peer_that_died_is_met_again_at_the_same_address(world: Worl
     address = await world.listen()
     near = await Near.dial(world, address)
     await world.kill()
-    assert await asyncio.wait_for(near.lost, 1.0)
+    assert await asyncio.wait_for(near.lost, LOST_WITHIN_S)
     await near.session.close()
     with pytest.raises(TransportError, match="unreachable"):
         await world.near.dial(address, 9, lambda reason: None, 5.0)
@@ -349,9 +353,10 @@ async def test_f28_closing_one_session_leaves_its_neighbour_alone(world: World) 
     mine, theirs = np.zeros(MIDDLE_BYTES, np.uint8), np.zeros(world.large_bytes, np.uint8)
     open_receive, landed = near.receive(tag(0), mine), neighbour.receive(tag(1), theirs)
     await world.send_partly(8, tag(1), theirs, seed=13)
-    await near.session.close()
-    assert isinstance(await soon(open_receive), ReceiveFailed)
+    closing = asyncio.create_task(near.session.close())
     world.let_go(tag(1))
+    await closing
+    assert isinstance(await soon(open_receive), ReceiveFailed)
     assert await soon(landed) == Landed(tag(1))
     assert np.array_equal(theirs, pattern(theirs.size, 13))
 
@@ -359,9 +364,10 @@ async def test_f28_closing_one_session_leaves_its_neighbour_alone(world: World) 
 @on_all_lanes
 async def test_a_send_that_nobody_takes_fails_when_the_peer_dies(world: World) -> None:
     near = await Near.dial(world, await world.listen())
-    outcome = near.send(tag(0), pattern(MIDDLE_BYTES, 14))
+    # Too long to lie ready for the peer in memory that both share, or in its own: it waits for a receive.
+    outcome = near.send(tag(0), pattern(world.large_bytes, 14))
     await world.kill()
-    assert await asyncio.wait_for(near.lost, 1.0)
+    assert await asyncio.wait_for(near.lost, LOST_WITHIN_S)
     await near.session.close()
     assert isinstance(await asyncio.wait_for(outcome, DEADLINE_S), SendFailed)
 

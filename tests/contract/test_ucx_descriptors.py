@@ -52,6 +52,7 @@ async def near_closes_in_mid_message(world: UcxWorld, address: str, session: int
     buffer = np.zeros(world.large_bytes, np.uint8)
     data.post_receive(tag(session), buffer, lambda outcome: None)
     await world.send_partly(session, tag(session), buffer, seed=1)
+    world.let_go(tag(session))
     await data.close()
     await world.far_close(session)
 

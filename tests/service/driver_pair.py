@@ -7,6 +7,7 @@ blocks and keeps what it is told. So a test can say, for every position, what mu
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
+from unittest.mock import patch
 
 import grpc
 import numpy as np
@@ -388,10 +390,12 @@ class Pair:
 
 
 def use_ucx() -> Transport:
-    apply_ucx_environment(ucx_environment("tcp", interface="lo"))
+    """Over TCP. UCX reads its settings here and now; what this process starts later chooses for itself."""
     from kv_transfer.transport.ucx import UcxTransport
 
-    return UcxTransport()
+    with patch.dict(os.environ):
+        apply_ucx_environment(ucx_environment("tcp", interface="lo"))
+        return UcxTransport()
 
 
 @asynccontextmanager
