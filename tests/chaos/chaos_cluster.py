@@ -140,13 +140,13 @@ class Member:
 
 
 def _is_ours(variable: str) -> bool:
-    return variable.startswith("DECANT_TEST") or variable.lower().endswith("_proxy")
+    return variable.startswith("DECANT_") or variable.lower().endswith("_proxy")
 
 
 def _get(url: str) -> str:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=3) as answer:
+        with opener.open(url, timeout=10) as answer:
             return str(answer.read().decode())
     except urllib.error.HTTPError as refused:
         return str(refused.read().decode())

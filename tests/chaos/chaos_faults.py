@@ -120,7 +120,7 @@ async def _gone(victim: Member) -> None:
     async def gone() -> bool:
         return victim.returncode() is not None
 
-    await condition(gone, 5.0, f"{victim.name} is gone")
+    await condition(gone, 20.0, f"{victim.name} is gone")
 
 
 async def stop(cluster: Cluster, chance: random.Random) -> list[Injected]:
@@ -144,7 +144,7 @@ async def _stopped(victim: Member, kind: str, detail: str, begun: float, outage_
         return victim.state() == "T"
 
     try:
-        await condition(is_stopped, 2.0, f"{victim.name} is in state T")
+        await condition(is_stopped, 20.0, f"{victim.name} is in state T")
         await asyncio.sleep(outage_s)  # the outage itself
         if victim.state() != "T":
             raise NoEffect(f"{victim.name} was in state {victim.state()} at the end of the outage, not T")

@@ -17,9 +17,11 @@ from chaos_cluster import ROUTER, SILENCE_LIMIT_S, Cluster, condition
 from chaos_faults import NoEffect
 from chaos_network import Direction
 from decant_proto.v1 import admin_pb2, admin_pb2_grpc
+from waiting import TIMES_ARE_TOLD
 
 DRAINED_WITHIN_S = 30.0
-FREED_WITHIN_S = SILENCE_LIMIT_S + 1.0
+FREED_WITHIN_S = 30.0 if TIMES_ARE_TOLD else SILENCE_LIMIT_S + 1.0
+GONE_WITHIN_S = 20.0
 
 
 class Operator:
@@ -54,7 +56,7 @@ async def killed(cluster: Cluster, operator: Operator, victim: str) -> AsyncIter
         if member.returncode() != -signal.SIGKILL:
             raise NoEffect(f"{victim} ended with {member.returncode()}, not by SIGKILL")
     finally:
-        await condition(lambda: _gone(cluster, victim), 5.0, f"{victim} is gone")
+        await condition(lambda: _gone(cluster, victim), GONE_WITHIN_S, f"{victim} is gone")
         member.start()
 
 
@@ -83,7 +85,7 @@ async def terminated(cluster: Cluster, operator: Operator, victim: str) -> Async
     finally:
         if member.returncode() is None:
             member.send(signal.SIGKILL)
-            await condition(lambda: _gone(cluster, victim), 5.0, f"{victim} is gone")
+            await condition(lambda: _gone(cluster, victim), GONE_WITHIN_S, f"{victim} is gone")
         member.start()
 
 

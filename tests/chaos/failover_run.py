@@ -4,7 +4,8 @@
 One router, two prefill and two decode nodes. In each round some streams begin on one decode node; when one of them has shown a
 drawn number of tokens, the node is killed, stopped, drained (SIGTERM, or through Admin) or cut off from the router. Every stream
 must go on elsewhere: no error, no token lost or repeated, the answer equal to the unharmed one; and the gap at its client is at
-most the silence limit + 1 s + the time to compute what was not cached. Exit code 1 otherwise.
+most the silence limit + 1 s + the time to compute what was not cached. Exit code 1 otherwise; with DECANT_TIMES=told, gaps are
+told and not judged.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from chaos_models import ServedModel, served_model
 from chaos_network import Network, free_number, why_not_possible
 from failover_harms import LINK_HARMS, PROCESS_HARMS, Harm, Operator
 from failover_streams import Client, Judgement, Watch, draw_asked
+from waiting import TIMES_ARE_TOLD
 
 STREAMS_A_ROUND = 5
 START_SPREAD_S = 0.5
 ALLOWED_S = SILENCE_LIMIT_S + 1.0
 BLOCK_SIZE = 16
-MISSED_ALLOWED = 5
+MISSED_ALLOWED = 10
 
 
 @dataclass
@@ -177,7 +179,8 @@ def table(report: Report, what: str, seconds: float) -> list[str]:
         f"{len(judgement.errors)} errors, {judgement.lost} tokens lost, {judgement.repeated} repeated, "
         f"{len(judgement.unequal)} answers unequal, {len(judgement.near_ties)} near-ties, {len(report.left_over)} leftovers; "
         f"gap at the client {statistics.median(everything.gaps_s):.2f} s in the median, {max(everything.gaps_s):.2f} s at most, "
-        f"{everything.beyond} beyond the bound; {report.cached_tokens:.0f} tokens of history came from caches of prefill nodes"
+        f"{everything.beyond} beyond the bound{' (told, not judged)' if TIMES_ARE_TOLD else ''}; "
+        f"{report.cached_tokens:.0f} tokens of history came from caches of prefill nodes"
     )
     return lines
 
@@ -211,8 +214,8 @@ def _add(total: Tally, tally: Tally) -> None:
 
 
 def passed(report: Report) -> bool:
-    clean = all(tally.judgement.clean and not tally.beyond for tally in report.tallies.values())
-    return clean and not report.left_over
+    in_time = TIMES_ARE_TOLD or not any(tally.beyond for tally in report.tallies.values())
+    return in_time and all(tally.judgement.clean for tally in report.tallies.values()) and not report.left_over
 
 
 def main(arguments: list[str]) -> int:
