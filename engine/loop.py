@@ -2,7 +2,7 @@
 
 With `overlap` a step is launched before the one before it has settled, so that the device never waits for the host:
 
-    plan N + 1 | launch N + 1 | settle N | report N
+    plan N + 1 | launch N + 1 | report what the plan answered | settle N | report N
 
 Everything the engine owns (scheduler, pool, runner) is touched by its thread alone. Others post commands, are called back
 with the events of a step, and read `status`.
@@ -56,9 +56,10 @@ class Engine:
     def take(self, command: Command) -> None:
         self.scheduler.take(command)
 
-    def step(self) -> list[EngineEvent]:
+    def step(self, answered: Callable[[list[EngineEvent]], None] | None = None) -> list[EngineEvent]:
         """Launch what can be launched, settle what is due; returns what happened, commands' answers included.
 
+        `answered` gets the answers that stand when a step must be waited for: who has asked for blocks need not wait as well.
         Afterwards `status().has_work` is False if nothing was launched or settled: only a command can change that.
         """
         scheduled = self.scheduler.plan()
@@ -66,7 +67,10 @@ class Engine:
             launched_s = time.perf_counter()
             self._in_flight.append(_InFlight(scheduled, self._runner.launch(scheduled.plan), launched_s))
         self._advanced = bool(self._in_flight)
-        while len(self._in_flight) > (self._depth if scheduled is not None else 0):
+        unsettled = self._depth if scheduled is not None else 0
+        if answered is not None and len(self._in_flight) > unsettled and (answers := self.scheduler.drain()):
+            answered(answers)
+        while len(self._in_flight) > unsettled:
             oldest = self._in_flight.popleft()
             self.scheduler.settle(oldest.scheduled, oldest.launched.result())
             self._step_tokens += oldest.scheduled.plan.tokens
@@ -88,8 +92,9 @@ class Engine:
 class EngineThread:
     """Runs an engine on a thread of its own.
 
-    `report(events)` is called on that thread after each step that had any; it must not wait. When the engine breaks, every
-    request gets RequestFailed(engine_error), `status.failed` says why, and the thread ends.
+    `report(events)` is called on that thread after each step that had any, and with what is known when one must be waited
+    for; it must not wait itself. When the engine breaks, every request gets RequestFailed(engine_error), `status.failed` says
+    why, and the thread ends.
     """
 
     def __init__(
@@ -157,11 +162,16 @@ class EngineThread:
         for _ in range(commands):
             self._engine.take(self._commands[0])
             self._commands.popleft()  # after it was taken: a command that breaks the engine still names its request
-        events = self._engine.step()
-        self.status = self._engine.status()
+        events = self._engine.step(self._answer)
         if events:
-            self._report(events)
+            self._answer(events)
+        else:
+            self.status = self._engine.status()
         return True
+
+    def _answer(self, events: list[EngineEvent]) -> None:
+        self.status = self._engine.status()
+        self._report(events)
 
     def _fail(self, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """Everything that crosses the border of the engine thread: plain data, no tensors, no sockets.
 
 A node's asyncio thread posts `Command`s; the engine thread takes them between steps and answers with `EngineEvent`s,
-all events of one step in one list. Nobody else touches scheduler, pool or model.
+all tokens of one step in one list. Nobody else touches scheduler, pool or model.
 
 How one request uses it:
 

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import decode_node.main as decode_main
@@ -78,9 +78,9 @@ def watch(notes: Notes) -> None:
         setattr(module, name, timed)
     original = Engine.step
 
-    def step(engine: Engine) -> list[EngineEvent]:
+    def step(engine: Engine, answered: Callable[[list[EngineEvent]], None] | None = None) -> list[EngineEvent]:
         begun = time.monotonic()
-        events = original(engine)
+        events = original(engine, answered)
         notes.write("step", seconds=time.monotonic() - begun, running=engine.status().running)
         return events
 

@@ -13,7 +13,16 @@ from fake_runner import FakeRunner, FakeStep, next_token
 
 from engine.config import EngineConfig
 from engine.loop import Engine, EngineThread
-from engine.port import Cancel, EngineEvent, RequestFailed, RequestKey, TokenSampled
+from engine.port import (
+    Cancel,
+    EngineEvent,
+    KvReserved,
+    Mode,
+    RequestFailed,
+    RequestKey,
+    ReserveKv,
+    TokenSampled,
+)
 from engine.step import StepPlan, StepResult
 
 CONFIG = EngineConfig(4, 16, 4, 16, 64, overlap=True)
@@ -92,6 +101,25 @@ def test_commands_posted_before_the_start_are_taken(harness: Harness) -> None:
     harness.thread.post(submit_of("r", PROMPT, max_tokens=1))
     harness.thread.start()
     assert harness.next().key == "r"
+
+
+def test_who_asks_for_blocks_does_not_wait_for_the_step_in_flight() -> None:
+    runner = GatedRunner()
+    engine = Engine(CONFIG, runner, runner.owner_words)
+    engine.take(submit_of("running", PROMPT, ignore_eos=True))
+    engine.step()
+    engine.take(submit_of("awaiting", PROMPT, mode=Mode.AWAIT_KV))
+    engine.take(ReserveKv(RequestKey("awaiting"), len(PROMPT)))
+    runner.gate.clear()
+    answers: list[EngineEvent] = []
+
+    def answered(events: list[EngineEvent]) -> None:
+        answers.extend(events)
+        runner.gate.set()
+
+    later = engine.step(answered)
+    assert [type(event) for event in answers] == [KvReserved]
+    assert [type(event) for event in later] == [TokenSampled]
 
 
 def test_an_idle_engine_uses_no_cpu(harness: Harness) -> None:
