@@ -11,7 +11,7 @@ Must not know: models, engines, sessions, the protocol's states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,7 @@ from kv_transfer.arena import SlotMemory
 from kv_transfer.device_copy import DeviceCopier, DevicePool, ParcelPlace
 from kv_transfer.device_digest import KIND
 from kv_transfer.device_slots import DeviceSlots, on_device
-from kv_transfer.staging import Copies, DigestMismatch, Gather, Gathered, Scatter, Scattered
+from kv_transfer.staging import Begun, Copies, DigestMismatch, Gather, Gathered, Scatter, Scattered
 from kv_transfer.transport.cuda_memory import CudaDevice
 
 AT_ONCE = 8
@@ -74,13 +74,13 @@ class DeviceCopies:
         self._places = [_Place(pool.memory.shape[1], device) for _ in range(AT_ONCE)]
         self._begun = 0
 
-    def gather(self, job: Gather) -> Callable[[], Gathered]:
+    def gather(self, job: Gather) -> Begun[Gathered]:
         place = self._begin(job, job.owner_words, gather=True)
-        return partial(_gathered, place)
+        return Begun(place.ended.query, partial(_gathered, place))
 
-    def scatter(self, job: Scatter) -> Callable[[], Scattered | DigestMismatch]:
+    def scatter(self, job: Scatter) -> Begun[Scattered | DigestMismatch]:
         place = self._begin(job, (), gather=False)
-        return partial(_scattered, place)
+        return Begun(place.ended.query, partial(_scattered, place))
 
     def _begin(self, job: Gather | Scatter, owner_words: Sequence[int], *, gather: bool) -> _Place:
         payload_bytes = job.parcel.wire_bytes(self._layout)

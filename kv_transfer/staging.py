@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.cuda_memory import CudaDevice
 
 _POISON = (1 << 64) - 1
+
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +118,22 @@ def _owned(pool: KvPool, job: Gather) -> bool:
     return np.array_equal(pool.owner_words[parcel_blocks(job.block_ids, job.parcel, pool.layout)], expected)
 
 
-class Copies(Protocol):
-    """How the copies of one pool are done. Used on the copier's thread alone.
+@dataclass(frozen=True, slots=True)
+class Begun(Generic[Outcome]):
+    """A copy on its way. `outcome` waits for it, unless it is `over`."""
 
-    A copy is begun, and returns what waits for its outcome; at most `at_once` have begun and not ended.
-    """
+    over: Callable[[], bool]
+    outcome: Callable[[], Outcome]
+
+
+class Copies(Protocol):
+    """How the copies of one pool are done. Used on the copier's thread alone; at most `at_once` have begun and not ended."""
 
     at_once: int
 
-    def gather(self, job: Gather) -> Callable[[], Gathered]: ...
+    def gather(self, job: Gather) -> Begun[Gathered]: ...
 
-    def scatter(self, job: Scatter) -> Callable[[], Scattered | DigestMismatch]: ...
+    def scatter(self, job: Scatter) -> Begun[Scattered | DigestMismatch]: ...
 
 
 class HostCopies:
@@ -137,13 +144,13 @@ class HostCopies:
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
 
-    def gather(self, job: Gather) -> Callable[[], Gathered]:
+    def gather(self, job: Gather) -> Begun[Gathered]:
         outcome = gather(self._pool, job)
-        return lambda: outcome
+        return Begun(lambda: True, lambda: outcome)
 
-    def scatter(self, job: Scatter) -> Callable[[], Scattered | DigestMismatch]:
+    def scatter(self, job: Scatter) -> Begun[Scattered | DigestMismatch]:
         outcome = scatter(self._pool, job)
-        return lambda: outcome
+        return Begun(lambda: True, lambda: outcome)
 
 
 class PoolElsewhere(Protocol):
@@ -189,16 +196,16 @@ class Copier:
     def __init__(self, pool: AnyPool) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[Callable[[Copies], Callable[[], None]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[Copies], Begun[None]] | None] = SimpleQueue()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="kv-copier", daemon=True)
         self._thread.start()
 
     def gather(self, job: Gather, done: Callable[[Gathered], None]) -> None:
-        self._jobs.put(lambda copies: partial(self._post, done, copies.gather(job)))
+        self._jobs.put(lambda copies: self._told(done, copies.gather(job)))
 
     def scatter(self, job: Scatter, done: Callable[[Scattered | DigestMismatch], None]) -> None:
-        self._jobs.put(lambda copies: partial(self._post, done, copies.scatter(job)))
+        self._jobs.put(lambda copies: self._told(done, copies.scatter(job)))
 
     async def close(self) -> None:
         """Finishes what was asked for, then ends the thread."""
@@ -207,8 +214,11 @@ class Copier:
         if not self.failure.done():
             self.failure.cancel()
 
-    def _post(self, done: Callable[..., None], ended: Callable[[], object]) -> None:
-        self._loop.call_soon_threadsafe(done, ended())
+    def _told(self, done: Callable[[Outcome], None], begun: Begun[Outcome]) -> Begun[None]:
+        return Begun(begun.over, lambda: self._tell(done, begun.outcome()))
+
+    def _tell(self, done: Callable[[Outcome], None], outcome: Outcome) -> None:
+        self._loop.call_soon_threadsafe(done, outcome)
 
     def _run(self) -> None:
         try:
@@ -217,19 +227,19 @@ class Copier:
             self._loop.call_soon_threadsafe(partial(_fail, self.failure), error)
 
     def _copy(self) -> None:
-        """What can begin goes before what must be waited for."""
+        """What is over is told first; what can begin goes before what must be waited for."""
         copies = HostCopies(self._pool) if isinstance(self._pool, KvPool) else self._pool.copies()
-        begun: deque[Callable[[], None]] = deque()
+        begun: deque[Begun[None]] = deque()
         while True:
-            if begun and (len(begun) >= copies.at_once or self._jobs.empty()):
-                begun.popleft()()
+            if begun and (len(begun) >= copies.at_once or self._jobs.empty() or begun[0].over()):
+                begun.popleft().outcome()
                 continue
             begin = self._jobs.get()
             if begin is None:
                 break
             begun.append(begin(copies))
         while begun:
-            begun.popleft()()
+            begun.popleft().outcome()
 
 
 def _fail(failure: asyncio.Future[Any], error: BaseException) -> None:

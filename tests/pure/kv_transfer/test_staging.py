@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +17,7 @@ from kv_transfer.device_slots import DeviceSlots, on_device
 from kv_transfer.digest import DigestSeeds, TokenHistory
 from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.pool_copy import KvPool
-from kv_transfer.staging import Copier, DigestMismatch, Gather, Gathered, Scatter, Scattered, gather, scatter
+from kv_transfer.staging import Begun, Copier, DigestMismatch, Gather, Gathered, Scatter, Scattered, gather, scatter
 from kv_transfer.transport.base import Fenced, mint_fence
 from kv_transfer.transport.cuda_memory import DeviceBytes
 
@@ -175,18 +174,19 @@ async def test_the_copier_answers_in_order_on_the_loop_and_finishes_before_it_cl
 
 
 class LaterCopies:
-    """A device that ends each copy when it is waited for; notes what was begun and ended."""
+    """A device that ends each copy when it is waited for, or is told to be `quick`; notes what was begun and ended."""
 
     at_once = 3
 
-    def __init__(self) -> None:
+    def __init__(self, *, quick: bool = False) -> None:
         self.noted: list[tuple[str, int]] = []
+        self._quick = quick
 
-    def gather(self, job: Gather) -> Callable[[], Gathered]:
+    def gather(self, job: Gather) -> Begun[Gathered]:
         self.noted.append(("begun", job.seed))
-        return lambda: self._ended(job.seed)
+        return Begun(lambda: self._quick, lambda: self._ended(job.seed))
 
-    def scatter(self, job: Scatter) -> Callable[[], Scattered | DigestMismatch]:
+    def scatter(self, job: Scatter) -> Begun[Scattered | DigestMismatch]:
         raise NotImplementedError
 
     def _ended(self, seed: int) -> Gathered:
@@ -209,8 +209,9 @@ class PoolWith:
         return self._copies
 
 
-async def test_copies_of_a_device_are_begun_ahead_up_to_its_limit_and_end_in_order() -> None:
-    copies, may_begin, heard = LaterCopies(), threading.Event(), list[int]()
+async def gathered_in_a_row(copies: LaterCopies) -> None:
+    """Seven, all asked for before the first begins."""
+    may_begin, heard = threading.Event(), list[int]()
     copier = Copier(PoolWith(copies, may_begin))  # type: ignore[arg-type]
     for number in range(7):
         copier.gather(replace(gather_job(), seed=number), lambda gathered: heard.append(gathered.digest))
@@ -218,11 +219,22 @@ async def test_copies_of_a_device_are_begun_ahead_up_to_its_limit_and_end_in_ord
     await copier.close()
     await asyncio.sleep(0)
     assert heard == list(range(7))
+
+
+async def test_copies_of_a_device_are_begun_ahead_up_to_its_limit_and_end_in_order() -> None:
+    copies = LaterCopies()
+    await gathered_in_a_row(copies)
     assert [number for kind, number in copies.noted if kind == "ended"] == list(range(7))
     open_copies = [
         sum(1 if kind == "begun" else -1 for kind, _ in copies.noted[: place + 1]) for place in range(len(copies.noted))
     ]
     assert max(open_copies) == copies.at_once
+
+
+async def test_a_copy_that_is_over_is_told_before_another_begins() -> None:
+    copies = LaterCopies(quick=True)
+    await gathered_in_a_row(copies)
+    assert copies.noted == [(kind, number) for number in range(7) for kind in ("begun", "ended")]
 
 
 class OneAllocation:
