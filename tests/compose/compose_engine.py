@@ -22,11 +22,11 @@ STOP_LIMIT_S = 60.0
 COMMAND_LIMIT_S = 120.0
 BRIDGE = "decant-ci0"
 BRIDGE_ADDRESS = "10.215.0.1"
-NEEDED = ("dockerd", "docker", "docker-compose", "iptables", "debootstrap", "ip", "nsenter", "setpriv", "unshare")
+NEEDED = ("dockerd", "docker", "docker-compose", "iptables", "debootstrap", "ip", "nsenter", "setpriv")
 
+SHORT_NAMES = "l"
+"""Where the overlay2 driver links to its layers by short names, which fit into the options of a mount."""
 DIE_WITH_US = ("setpriv", "--pdeathsig", "TERM")
-LINK_LAYERS = 'umount --lazy "$1" && cp -al "$1" "$2"'
-"""An engine mounts its layers onto themselves, and files have no links from one mount to another."""
 EMPTY = {
     "filter": "*filter\n:INPUT ACCEPT\n:FORWARD ACCEPT\n:OUTPUT ACCEPT\nCOMMIT\n",
     "nat": "*nat\n:PREROUTING ACCEPT\n:INPUT ACCEPT\n:OUTPUT ACCEPT\n:POSTROUTING ACCEPT\nCOMMIT\n",
@@ -43,15 +43,16 @@ def why_not_possible() -> str | None:
 
 
 class Engine:
-    """A context manager."""
+    """A context manager. `images_of`: another engine, which outlives this one and has no more images made or removed."""
 
-    def __init__(self, network_namespace: str | None = None) -> None:
+    def __init__(self, network_namespace: str | None = None, images_of: Engine | None = None) -> None:
         # Not `ip netns exec`, which hides the control groups.
         self._network = [] if network_namespace is None else ["nsenter", f"--net=/run/netns/{network_namespace}"]
+        self._images_of = images_of
         self.folder = Path(tempfile.mkdtemp(prefix="decant-docker-", dir="/var/tmp"))
         self.socket = self.folder / "docker.sock"
         self._process: subprocess.Popen[bytes] | None = None
-        self._packet_filter = ""
+        self._packet_filter: str | None = None
         """As it was before."""
 
     @property
@@ -68,6 +69,13 @@ class Engine:
 
     def __enter__(self) -> Engine:
         try:
+            if self._images_of is not None:
+                self._share_images(self._images_of)
+            if not self._network:
+                self._packet_filter = _output(["iptables-save"])
+                _output(["ip", "link", "add", BRIDGE, "type", "bridge"])
+                _output(["ip", "addr", "add", f"{BRIDGE_ADDRESS}/24", "dev", BRIDGE])
+                _output(["ip", "link", "set", BRIDGE, "up"])
             self._start()
         except BaseException:
             self.__exit__()
@@ -77,10 +85,6 @@ class Engine:
     def _start(self) -> None:
         network = ["--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false"]
         if not self._network:
-            self._packet_filter = _output(["iptables-save"])
-            _output(["ip", "link", "add", BRIDGE, "type", "bridge"])
-            _output(["ip", "addr", "add", f"{BRIDGE_ADDRESS}/24", "dev", BRIDGE])
-            _output(["ip", "link", "set", BRIDGE, "up"])
             network = [f"--bridge={BRIDGE}", "--default-address-pool=base=10.216.0.0/16,size=24"]
         paths = [f"--data-root={self.data}", f"--exec-root={self.folder}/run", f"--pidfile={self.folder}/pid"]
         command = [
@@ -110,7 +114,7 @@ class Engine:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(STOP_LIMIT_S)
-        if not self._network:
+        if self._packet_filter is not None:
             subprocess.run(["ip", "link", "delete", BRIDGE], capture_output=True)
             tables = [
                 self._packet_filter,
@@ -152,16 +156,18 @@ class Engine:
     def image_bytes(self, image: str) -> int:
         return int(self.docker("image", "inspect", "--format", "{{.Size}}", image))
 
-    def take_images_of(self, other: Engine) -> None:
-        """The other engine's images, which cost no second copy on disk; both must be at rest, this one not yet started.
+    def _share_images(self, other: Engine) -> None:
+        """This engine has its own records of what the images are, and the other one's layers.
 
-        A layer's files never change once they are there, so that hard links serve two engines as well as one; the records of
-        what the layers are, are copied.
+        A layer is read and never written once it is there, so that two engines can stand on one. A link to it costs nothing;
+        copies of its files, even hard links, take the longest to be removed again.
         """
-        assert self._process is None, "an engine reads its data once, when it starts"
-        self.data.mkdir(parents=True)
-        _output(["cp", "-a", str(other.data / "image"), str(self.data)])
-        _output(["unshare", "--mount", "sh", "-c", LINK_LAYERS, "-", str(other.data / "overlay2"), str(self.data)])
+        shutil.copytree(other.data / "image", self.data / "image")
+        layers = self.data / "overlay2"
+        shutil.copytree(other.data / "overlay2" / SHORT_NAMES, layers / SHORT_NAMES, symlinks=True)
+        for layer in (other.data / "overlay2").iterdir():
+            if layer.name != SHORT_NAMES:
+                (layers / layer.name).symlink_to(layer)
 
 
 def _output(command: Sequence[str]) -> str:

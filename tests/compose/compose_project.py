@@ -15,6 +15,7 @@ from typing import Any
 
 from compose_engine import Engine
 from compose_images import ROOT
+from compose_versions import COMPOSE_1
 from pd_nodes import Metrics
 
 TIMES_ARE_TOLD = os.environ.get("DECANT_TIMES") == "told"
@@ -26,10 +27,18 @@ HTTP_PORTS = {"prefill": 7102, "decode": 7102, "router": 8000, "node": 7102}
 
 
 class Project:
-    """`files` of the repository, `environment` what an operator sets."""
+    """`files` of the repository, `environment` what an operator sets, `tool` the Compose that he has."""
 
-    def __init__(self, engine: Engine, name: str, files: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        files: Sequence[str],
+        environment: Mapping[str, str],
+        tool: str = COMPOSE_1,
+    ) -> None:
         self.engine = engine
+        self.tool = tool
         self.name = name
         self.files = tuple(files)
         self.environment = dict(environment)
@@ -37,10 +46,10 @@ class Project:
     def compose(
         self, *arguments: str, also: Sequence[str] = (), check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Runs docker-compose; `also`: files on top. Raises AssertionError with its complaint when it fails."""
+        """Runs Compose; `also`: files on top. Raises AssertionError with its complaint when it fails."""
         files = [part for file in (*self.files, *also) for part in ("-f", str(ROOT / file))]
         done = subprocess.run(
-            ["docker-compose", "-p", self.name, *files, *arguments],
+            [self.tool, "-p", self.name, *files, *arguments],
             cwd=ROOT,
             env=self.engine.environment | self.environment,
             stdin=subprocess.DEVNULL,
@@ -48,7 +57,7 @@ class Project:
             text=True,
             timeout=COMPOSE_LIMIT_S,
         )
-        assert not check or done.returncode == 0, f"docker-compose {' '.join(arguments)}:\n{done.stderr[-4000:]}"
+        assert not check or done.returncode == 0, f"{self.tool} {' '.join(arguments)}:\n{done.stderr[-4000:]}"
         return done
 
     def container(self, service: str) -> str:
@@ -127,6 +136,10 @@ async def condition(holds: Callable[[], Awaitable[Any]], within_s: float, what: 
         assert seconds < within_s, f"not within {within_s:.0f} s: {what if isinstance(what, str) else what()}"
         await asyncio.sleep(0.05)
     return time.monotonic() - begun
+
+
+def tell(line: str) -> None:
+    print(f"\ncompose: {line}", flush=True)  # noqa: T201 - figures for the log
 
 
 def processors() -> float:

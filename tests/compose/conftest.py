@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 from compose_engine import Engine, why_not_possible
 from compose_images import Built, build_all
+from compose_project import tell
+from compose_versions import compose_2, version_of
 
 ASKED = "DECANT_COMPOSE_TESTS"
 
@@ -35,3 +38,15 @@ def engine() -> Iterator[Engine]:
 def built(engine: Engine) -> Built:
     """Every image that the tests use."""
     return build_all(engine)
+
+
+@pytest.fixture(scope="session")
+def newer_compose() -> str | None:
+    """Compose 2, or None where it cannot be had."""
+    try:
+        tool = compose_2()
+        tell(f"Compose {version_of(tool)}")
+        return tool
+    except (OSError, subprocess.SubprocessError) as error:
+        tell(f"no Compose 2: {error} {getattr(error, 'stderr', None) or ''}")
+        return None

@@ -33,6 +33,7 @@ from compose_project import (
     condition,
     process_state,
     processors,
+    tell,
     usable,
 )
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc
@@ -136,10 +137,6 @@ async def all_is_well(load: Load) -> None:
     await condition(answered, WHOLE_LIMIT_S, lambda: f"answers; errors so far: {load.verdict.errors}")
     assert load.verdict.errors == []
     assert load.verdict.wrong == []
-
-
-def tell(line: str) -> None:
-    print(f"\ncompose: {line}", flush=True)  # noqa: T201 - figures for the log
 
 
 def judged(line: str, seconds: float, limit_s: float) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,7 @@ from chaos_models import ServedModel, served_model
 from chaos_network import Network, free_number
 from compose_engine import Engine
 from compose_images import Built
-from compose_project import WHOLE_LIMIT_S, Project, body_of, condition, usable
+from compose_project import WHOLE_LIMIT_S, Project, body_of, condition, tell, usable
 from pd_nodes import Metrics
 
 from decant.default_model import cache_root, ensure_default_model
@@ -100,11 +101,8 @@ def hosts(engine: Engine, built: Built, tmp_path_factory: pytest.TempPathFactory
     os.chown(key_file, USER, USER)
     with ExitStack() as stack:
         network = stack.enter_context(Network(ROLES, free_number()))
-        engines = {}
-        for role in ROLES:
-            machine = Engine(network_namespace=network.command(role)[-1])
-            machine.take_images_of(engine)
-            engines[role] = stack.enter_context(machine)
+        namespaces = {role: network.command(role)[-1] for role in ROLES}
+        engines = {role: stack.enter_context(Engine(namespaces[role], images_of=engine)) for role in ROLES}
         found = Hosts(network, engines, key_file)
         for project in found.projects.values():
             stack.callback(project.compose, "down", "--volumes", "--timeout", "5", check=False)
@@ -152,9 +150,11 @@ async def more_kv(hosts: Hosts) -> None:
 
 
 async def test_three_machines_find_each_other_in_whatever_order_they_start(hosts: Hosts) -> None:
+    begun = time.monotonic()
     for role in ("decode", "prefill", "router"):
         await asyncio.to_thread(hosts.projects[role].compose, "up", "--detach", "--no-build")
     await hosts.whole()
+    tell(f"three machines ready {time.monotonic() - begun:.0f} s after the first `up`")
 
 
 async def test_kv_travels_from_machine_to_machine_over_the_pinned_interface(hosts: Hosts, load: Load) -> None:
@@ -168,9 +168,19 @@ async def test_kv_travels_from_machine_to_machine_over_the_pinned_interface(host
 
 
 async def test_f32_a_second_node_on_the_same_ports_ends_by_name(hosts: Hosts) -> None:
-    done = await asyncio.to_thread(hosts.projects["prefill"].compose, "run", "--rm", "--no-deps", "node", check=False)
-    assert done.returncode == 2
-    assert f"--control-port: {hosts.network.address('prefill')}:7100 is in use" in done.stdout + done.stderr
+    first = hosts.projects["prefill"]
+    second = Project(first.engine, "second", first.files, first.environment)
+    await asyncio.to_thread(second.compose, "up", "--detach", "--no-build", "--no-deps", "node")
+    try:
+
+        async def ended() -> bool:
+            return bool(second.state("node")["ExitCode"] == 2)
+
+        await condition(ended, WHOLE_LIMIT_S, lambda: f"the second node ends\n{second.logs('node')}")
+        assert f"--control-port: {hosts.network.address('prefill')}:7100 is in use" in second.logs("node")
+    finally:
+        await asyncio.to_thread(second.compose, "down", "--volumes", "--timeout", "5")
+    await hosts.whole()
 
 
 async def test_f22_the_prefill_machines_node_is_killed_under_load_and_started_again(hosts: Hosts, load: Load) -> None:
