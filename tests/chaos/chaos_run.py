@@ -1,5 +1,5 @@
 # ruff: noqa: T201 - a verb that prints its figures
-"""Faults on real processes under load: `make chaos FAULTS=n [SEED=k] [MODEL=toy|random|real]`.
+"""Faults on real processes under load: `make chaos FAULTS=n [SEED=k] [MODEL=toy|random|real] [ARGS="--minutes m"]`.
 
 One router, two prefill and two decode nodes; streams that never stop; one node down at a time. At the end: no client error, every
 answer equal to the unharmed one, nothing left over anywhere. Exit code 1 otherwise.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import statistics
 import sys
@@ -50,7 +51,7 @@ class Report:
 
 
 async def chaos(
-    cluster: Cluster, model: ServedModel, faults: int, streams: int, seed: int, with_storms: bool
+    cluster: Cluster, model: ServedModel, faults: int, minutes: float, streams: int, seed: int, with_storms: bool
 ) -> tuple[Report, Load]:
     report, chance = Report(), random.Random(seed)
     await cluster.whole()
@@ -62,7 +63,7 @@ async def chaos(
         report.left_over += await cluster.rest()
         before = {name: cluster[name].descriptors() for name in MEMBERS}
         load.start(streams)
-        await inject(cluster, report, faults, chance)
+        await inject(cluster, report, faults, time.monotonic() + 60 * minutes, chance)
         await load.stop()
         report.storms = await storms(cluster, load, seed) if with_storms else []
         await load.once()
@@ -71,10 +72,11 @@ async def chaos(
     return report, load
 
 
-async def inject(cluster: Cluster, report: Report, faults: int, chance: random.Random) -> None:
+async def inject(cluster: Cluster, report: Report, faults: int, until_s: float, chance: random.Random) -> None:
+    """So many faults, or as many as there is time for."""
     round_of_faults: list[int] = []
     kinds = deck(cluster.network is not None)
-    while len(report.injected) < faults:
+    while len(report.injected) < faults and time.monotonic() < until_s:
         if not round_of_faults:
             round_of_faults = list(range(len(kinds)))
             chance.shuffle(round_of_faults)
@@ -205,6 +207,7 @@ def latest(report: Report, load: Load, usual: dict[int, float]) -> list[str]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no more faults after so long")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--model", choices=("toy", "random", "real"), default="random")
@@ -233,7 +236,9 @@ def main(arguments: list[str]) -> int:
         roles = {"prefill": (), "decode": ("--no-enable-prefix-caching",)}
         cluster = stack.enter_context(Cluster(folder, model.folder, network, common, roles))
         begun = time.monotonic()
-        report, load = asyncio.run(chaos(cluster, model, options.faults, options.streams, seed, options.storms))
+        report, load = asyncio.run(
+            chaos(cluster, model, options.faults, options.minutes, options.streams, seed, options.storms)
+        )
         print("\n".join(summary(report, load, f"{model.kind} model, {links}", time.monotonic() - begun)))
     verdict = load.verdict
     return 1 if verdict.errors or verdict.wrong or report.left_over or broken_by(report) else 0
