@@ -13,7 +13,7 @@ Must not know: router, engine, torch; only the wire contract.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -81,7 +81,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new since the last piece; the last one carries `finish_reason` and `usage`."""
+    """What is new since the last piece; the last one of each answer carries `finish_reason` and its own `usage`."""
 
     request_id: str
     text: str
@@ -89,6 +89,8 @@ class Piece:
     logprobs: tuple[float, ...] = ()
     finish_reason: str | None = None
     usage: Usage | None = None
+    index: int = 0
+    """Which of the `n` answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +153,15 @@ class Client:
         self,
         prompt: Prompt,
         *,
+        n: int = 1,
         stop: Sequence[str] = (),
         timeout_s: float | None = None,
         model: str = "",
         **sampling: Unpack[Sampling],
     ) -> Iterator[Piece]:
-        """Pieces as they come. Raises ApiError."""
-        call = self._inference.Generate(_request(prompt, stop, timeout_s, model, sampling), metadata=self._metadata)
+        """Pieces of `n` answers as they come. Raises ApiError."""
+        asked = _request(prompt, n, stop, timeout_s, model, sampling)
+        call = self._inference.Generate(asked, metadata=self._metadata)
         try:
             for response in call:
                 yield _piece(response)
@@ -176,7 +180,21 @@ class Client:
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """The whole answer. Raises ApiError."""
-        return _joined(list(self.generate(prompt, stop=stop, timeout_s=timeout_s, model=model, **sampling)))
+        (answer,) = self.choices(prompt, 1, stop=stop, timeout_s=timeout_s, model=model, **sampling)
+        return answer
+
+    def choices(
+        self,
+        prompt: Prompt,
+        n: int,
+        *,
+        stop: Sequence[str] = (),
+        timeout_s: float | None = None,
+        model: str = "",
+        **sampling: Unpack[Sampling],
+    ) -> list[Completion]:
+        """`n` whole answers to one prompt, which is computed once. Raises ApiError."""
+        return _joined(self.generate(prompt, n=n, stop=stop, timeout_s=timeout_s, model=model, **sampling))
 
     def cancel(self, request_id: str) -> bool:
         """False when it had ended already."""
@@ -228,13 +246,15 @@ class AsyncClient:
         self,
         prompt: Prompt,
         *,
+        n: int = 1,
         stop: Sequence[str] = (),
         timeout_s: float | None = None,
         model: str = "",
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[Piece]:
-        """Pieces as they come. Raises ApiError."""
-        call = self._inference.Generate(_request(prompt, stop, timeout_s, model, sampling), metadata=self._metadata)
+        """Pieces of `n` answers as they come. Raises ApiError."""
+        asked = _request(prompt, n, stop, timeout_s, model, sampling)
+        call = self._inference.Generate(asked, metadata=self._metadata)
         try:
             async for response in call:
                 yield _piece(response)
@@ -253,7 +273,21 @@ class AsyncClient:
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """The whole answer. Raises ApiError."""
-        pieces = self.generate(prompt, stop=stop, timeout_s=timeout_s, model=model, **sampling)
+        (answer,) = await self.choices(prompt, 1, stop=stop, timeout_s=timeout_s, model=model, **sampling)
+        return answer
+
+    async def choices(
+        self,
+        prompt: Prompt,
+        n: int,
+        *,
+        stop: Sequence[str] = (),
+        timeout_s: float | None = None,
+        model: str = "",
+        **sampling: Unpack[Sampling],
+    ) -> list[Completion]:
+        """`n` whole answers to one prompt, which is computed once. Raises ApiError."""
+        pieces = self.generate(prompt, n=n, stop=stop, timeout_s=timeout_s, model=model, **sampling)
         return _joined([piece async for piece in pieces])
 
     async def cancel(self, request_id: str) -> bool:
@@ -284,7 +318,7 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def _request(
-    prompt: Prompt, stop: Sequence[str], timeout_s: float | None, model: str, sampling: Sampling
+    prompt: Prompt, n: int, stop: Sequence[str], timeout_s: float | None, model: str, sampling: Sampling
 ) -> inference_pb2.GenerateRequest:
     asked: dict[str, Any] = dict(sampling)
     if isinstance(schema := asked.get("json_schema"), Mapping):
@@ -296,6 +330,7 @@ def _request(
         model=model,
         stop=stop,
         timeout_ms=0 if timeout_s is None else max(1, round(timeout_s * 1000)),
+        n=n,
         sampling=options,
         **asked,
     )
@@ -320,10 +355,19 @@ def _piece(response: inference_pb2.GenerateResponse) -> Piece:
         Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         if response.HasField("usage")
         else None,
+        response.index,
     )
 
 
-def _joined(pieces: Sequence[Piece]) -> Completion:
+def _joined(pieces: Iterable[Piece]) -> list[Completion]:
+    """Each answer, in order."""
+    answers: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        answers.setdefault(piece.index, []).append(piece)
+    return [_completion(answers[index]) for index in sorted(answers)]
+
+
+def _completion(pieces: Sequence[Piece]) -> Completion:
     last = pieces[-1]
     assert last.finish_reason is not None, "a stream that ends in order says why"
     assert last.usage is not None

@@ -10,7 +10,7 @@ Must not know: nodes, HTTP, gRPC.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -169,3 +169,27 @@ class AnswerStream:
     def _awaken(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+
+async def pieces_of(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of all choices, each with its number, as they come, until every choice has ended or one has failed."""
+    if len(streams) == 1:
+        while True:
+            piece = await streams[0].next()
+            yield 0, piece
+            if piece.last:
+                return
+    reading = {asyncio.create_task(stream.next()): index for index, stream in enumerate(streams)}
+    try:
+        while reading:
+            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = reading.pop(task)
+                piece = task.result()
+                if not piece.last:
+                    reading[asyncio.create_task(streams[index].next())] = index
+                yield index, piece
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)

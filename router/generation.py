@@ -16,6 +16,7 @@ from enum import Enum
 
 from router.family import Family
 
+MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 MOST_STOP_TOKEN_IDS = 256
@@ -156,6 +157,14 @@ class Generation:
     def own_prompt_tokens(self) -> int:
         """A prompt with several choices is counted, and read, once: with the first of them."""
         return len(self.prompt) if self.choice_index == 0 else 0
+
+
+def checked_choices(n: int | None) -> int:
+    """How many answers are wanted. Raises RequestRefused."""
+    choices = 1 if n is None else n
+    if not 1 <= choices <= MOST_CHOICES:
+        raise invalid("n", f"n must be between 1 and {MOST_CHOICES}, not {choices}")
+    return choices
 
 
 def mint_request_id() -> str:

@@ -8,6 +8,8 @@ Must not know: HTTP, nodes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
 from typing import Never
 
 import grpc.aio
@@ -15,9 +17,17 @@ from decant_proto.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from foundation.metrics import RouterMetrics
 from router import grammar as grammars
-from router.answer import WRITE_GRACE_S, AnswerStream, Piece
+from router.answer import WRITE_GRACE_S, AnswerStream, Piece, pieces_of
 from router.dispatch import Dispatcher
-from router.generation import Generation, Refusal, RefusalKind, RequestRefused, SamplingWishes, invalid
+from router.generation import (
+    Generation,
+    Refusal,
+    RefusalKind,
+    RequestRefused,
+    SamplingWishes,
+    checked_choices,
+    invalid,
+)
 from router.intake import Intake
 from router.request_trace import Caller, Operation
 
@@ -46,38 +56,39 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         try:
-            generation = await self._generation(request, context)
+            generations = await self._generations(request, context)
         except RequestRefused as refused:
             self._metrics.requests_refused_total.count("invalid")
             await _abort(context, refused.refusal)
+        streams: list[AnswerStream] = []
         try:
-            stream = self._dispatcher.open(generation, _caller(request, context))
+            for generation in generations:
+                streams.append(self._dispatcher.open(generation, _caller(request, context)))  # noqa: PERF401  (those opened are closed if one is refused)
+            async with asyncio.timeout(generations[0].deadline_s + WRITE_GRACE_S):
+                await _write(context, streams)
         except RequestRefused as refused:
             await _abort(context, refused.refusal)
-        try:
-            async with asyncio.timeout(generation.deadline_s + WRITE_GRACE_S):
-                await _write(context, stream)
         except TimeoutError:
             await _abort(context, Refusal(RefusalKind.DEADLINE, "what was written has not been read", code="not_read"))
         finally:
-            stream.close()
+            for stream in streams:
+                stream.close()
 
     async def Cancel(
         self, request: inference_pb2.CancelRequest, context: CancelContext
     ) -> inference_pb2.CancelResponse:
         return inference_pb2.CancelResponse(found=self._dispatcher.cancel(request.request_id))
 
-    async def _generation(self, request: inference_pb2.GenerateRequest, context: Context) -> Generation:
+    async def _generations(self, request: inference_pb2.GenerateRequest, context: Context) -> list[Generation]:
         intake = self._intake
+        choices = checked_choices(request.n if request.HasField("n") else None)
         intake.check_model(request.model or None)
         prompt = await self._prompt(request)
         remaining_s = context.time_remaining()
         wanted_s = request.timeout_ms / 1000 if request.timeout_ms else None
         limits_s = [limit for limit in (wanted_s, remaining_s) if limit is not None]
-        (generation,) = intake.generations(
-            [prompt], _wishes(request), timeout_s=max(0.001, min(limits_s)) if limits_s else None
-        )
-        return generation
+        timeout_s = max(0.001, min(limits_s)) if limits_s else None
+        return intake.generations([prompt], _wishes(request), choices=choices, timeout_s=timeout_s)
 
     async def _prompt(self, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
         match request.WhichOneof("input"):
@@ -144,21 +155,19 @@ def _grammar(request: inference_pb2.GenerateRequest) -> str:
             return ""
 
 
-async def _write(context: Context, stream: AnswerStream) -> None:
-    """The whole answer. Waits where the client does not read."""
-    await context.send_initial_metadata((("decant-request-id", stream.generation.request_id),))
-    while True:
-        piece = await stream.next()
-        if piece.failure is not None:
-            await _abort(context, piece.failure)
-        await context.write(_response(stream, piece))
-        if piece.last:
-            return
+async def _write(context: Context, streams: Sequence[AnswerStream]) -> None:
+    """All answers, whole. Waits where the client does not read."""
+    await context.send_initial_metadata((("decant-request-id", streams[0].generation.request_id),))
+    async with contextlib.aclosing(pieces_of(streams)) as pieces:
+        async for index, piece in pieces:
+            if piece.failure is not None:
+                await _abort(context, piece.failure)
+            await context.write(_response(index, streams[index], piece))
 
 
-def _response(stream: AnswerStream, piece: Piece) -> inference_pb2.GenerateResponse:
+def _response(index: int, stream: AnswerStream, piece: Piece) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
-        request_id=stream.generation.request_id, text=piece.text, tokens=piece.tokens
+        request_id=stream.generation.request_id, text=piece.text, tokens=piece.tokens, index=index
     )
     if piece.finish_reason is not None:
         response.finish_reason = _FINISH[piece.finish_reason]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from router import grammar as grammars
-from router.generation import SamplingWishes, invalid
+from router.generation import SamplingWishes, checked_choices, invalid
 from router.openai.parts import (
     Body,
     Function,
@@ -27,7 +27,6 @@ from router.openai.parts import (
 
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 128
-MOST_CHOICES = 128
 MOST_TOOLS = 128
 LONGEST_TOKEN_ID = 10
 
@@ -73,10 +72,7 @@ class _Generating(Body):
 
     def choices(self) -> int:
         """Raises RequestRefused."""
-        choices = 1 if self.n is None else self.n
-        if not 1 <= choices <= MOST_CHOICES:
-            raise invalid("n", f"n must be between 1 and {MOST_CHOICES}, not {choices}")
-        return choices
+        return checked_choices(self.n)
 
     def streams(self) -> bool:
         """Raises RequestRefused when there are options for a stream that is not asked for."""

@@ -12,15 +12,15 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from aiohttp import web
 
 from foundation.log import get_logger
-from router.answer import WRITE_GRACE_S, AnswerStream, Piece
+from router.answer import WRITE_GRACE_S, AnswerStream, Piece, pieces_of
 from router.dispatch import Dispatcher
-from router.generation import Generation, Refusal, invalid
+from router.generation import MOST_CHOICES, Generation, Refusal, invalid
 from router.intake import Intake
 from router.openai.answers import (
     DONE,
@@ -33,7 +33,6 @@ from router.openai.answers import (
     token_id_text,
 )
 from router.openai.bodies import (
-    MOST_CHOICES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -187,7 +186,7 @@ def correlation_id(request: web.Request) -> str:
 
 async def _whole(answer: Answer, streams: Sequence[AnswerStream]) -> web.Response:
     lasts: dict[int, Piece] = {}
-    async with contextlib.aclosing(_pieces(streams)) as pieces:
+    async with contextlib.aclosing(pieces_of(streams)) as pieces:
         async for index, piece in pieces:
             if piece.failure is not None:
                 return error_response(piece.failure)
@@ -220,7 +219,7 @@ async def _write_stream(
     streams: Sequence[AnswerStream],
     body: CompletionBody | ChatBody,
 ) -> web.StreamResponse:
-    async with contextlib.aclosing(_pieces(streams)) as pieces:
+    async with contextlib.aclosing(pieces_of(streams)) as pieces:
         async for index, piece in pieces:
             if piece.failure is not None:
                 if not response.prepared:
@@ -245,27 +244,3 @@ async def _end_with_error(response: web.StreamResponse, failure: Refusal) -> web
     await response.write(error_event(failure))
     await response.write_eof()
     return response
-
-
-async def _pieces(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all choices as they come, until every choice has ended or one has failed."""
-    if len(streams) == 1:
-        while True:
-            piece = await streams[0].next()
-            yield 0, piece
-            if piece.last:
-                return
-    reading = {asyncio.create_task(stream.next()): index for index, stream in enumerate(streams)}
-    try:
-        while reading:
-            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = reading.pop(task)
-                piece = task.result()
-                if not piece.last:
-                    reading[asyncio.create_task(streams[index].next())] = index
-                yield index, piece
-    finally:
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)

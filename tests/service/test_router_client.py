@@ -48,6 +48,33 @@ async def test_both_clients_give_the_same_answer_to_each_form_of_a_prompt(folder
     assert pieces[-1].usage == answers[0].usage
 
 
+async def test_several_answers_share_one_prompt_and_each_has_its_own_usage(folder: Path) -> None:
+    node = FakeNode("d0")
+    async with router_with(folder, node) as router, AsyncClient(router.grpc_address) as client:
+        answers = await client.choices("hello", 3, seed=3, max_tokens=12)
+        pieces = [piece async for piece in client.generate("hello", n=3, seed=3, max_tokens=12)]
+    expected = [bytes(expected_answer(list(b"hello"), 12, 3, choice)).decode() for choice in range(3)]
+    assert [answer.text for answer in answers] == expected
+    assert [(answer.usage.prompt_tokens, answer.usage.completion_tokens) for answer in answers] == [(5, 12)] * 3
+    assert ["".join(piece.text for piece in pieces if piece.index == index) for index in range(3)] == expected
+    leader, *followers = node.submits[:3]
+    assert (leader.choices, {one.fork_of for one in followers}) == (3, {leader.request_id})
+    assert len({answer.request_id for answer in answers}) == 3
+
+
+async def test_a_request_of_several_answers_ends_as_one(folder: Path) -> None:
+    node = FakeNode("d0", tokens_until_pause=2)
+    async with router_with(folder, node) as router, AsyncClient(router.grpc_address) as client:
+        asking = asyncio.ensure_future(client.choices("hello", 3, max_tokens=12))
+        await router.heard(2, requests=3)
+        assert await client.cancel(node.submits[1].request_id)
+        with pytest.raises(ApiError) as raised:
+            await asking
+        assert raised.value.code == "cancelled"
+        await until(lambda: not node.requests)
+        assert router.router.dispatcher.in_flight == 0
+
+
 async def test_what_an_answer_must_follow_or_may_not_hold_reaches_the_node(folder: Path) -> None:
     node = FakeNode("d0")
     async with router_with(folder, node) as router, AsyncClient(router.grpc_address) as client:

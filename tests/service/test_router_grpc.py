@@ -83,6 +83,8 @@ def request(**fields: Any) -> inference_pb2.GenerateRequest:
 
 
 ROWS = [
+    (request(n=0), "n"),
+    (request(n=129), "n"),
     (request(sampling={"temperature": -1.0}), "temperature"),
     (request(sampling={"temperature": float("nan")}), "temperature"),
     (request(sampling={"top_p": float("inf")}), "top_p"),

@@ -157,6 +157,7 @@ class GenerateRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty = the one that is served"""
     text: _builtins.str
@@ -168,6 +169,8 @@ class GenerateRequest(_message.Message):
     """Lark, llguidance's dialect"""
     include_stop_str_in_output: _builtins.bool
     skip_special_tokens: _builtins.bool
+    n: _builtins.int
+    """answers to the one prompt; unset = 1"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -194,13 +197,16 @@ class GenerateRequest(_message.Message):
         grammar: _builtins.str = ...,
         include_stop_str_in_output: _builtins.bool | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
+        n: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_stop_str_in_output", b"_include_stop_str_in_output", "_skip_special_tokens", b"_skip_special_tokens", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "json_schema", b"json_schema", "regex", b"regex", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_stop_str_in_output", b"_include_stop_str_in_output", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "json_schema", b"json_schema", "n", b"n", "regex", b"regex", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_stop_str_in_output", b"_include_stop_str_in_output", "_skip_special_tokens", b"_skip_special_tokens", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "json_schema", b"json_schema", "model", b"model", "regex", b"regex", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_stop_str_in_output", b"_include_stop_str_in_output", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "json_schema", b"json_schema", "model", b"model", "n", b"n", "regex", b"regex", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__include_stop_str_in_output: _TypeAlias = _typing.Literal["include_stop_str_in_output"]  # noqa: Y015
     _WhichOneofArgType__include_stop_str_in_output: _TypeAlias = _typing.Literal["_include_stop_str_in_output", b"_include_stop_str_in_output"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "choice", "grammar"]  # noqa: Y015
@@ -209,6 +215,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__include_stop_str_in_output) -> _WhichOneofReturnType__include_stop_str_in_output | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
@@ -364,17 +372,20 @@ class GenerateResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """new text since the last response"""
     finish_reason: _types_pb2.FinishReason.ValueType
+    index: _builtins.int
+    """which of the n answers, from 0"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Token]:
         """new tokens since the last response"""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """with the last response"""
+        """with the last response of each answer: its own"""
 
     def __init__(
         self,
@@ -384,10 +395,11 @@ class GenerateResponse(_message.Message):
         tokens: _abc.Iterable[_types_pb2.Token] | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

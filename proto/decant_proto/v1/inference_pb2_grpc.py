@@ -50,7 +50,7 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """The request's id is in the initial metadata (decant-request-id) before the first token is.
+        """The request's id is in the initial metadata (decant-request-id) before the first token is; of several answers the first's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

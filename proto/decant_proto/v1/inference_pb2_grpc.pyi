@@ -32,14 +32,14 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """The request's id is in the initial metadata (decant-request-id) before the first token is."""
+    """The request's id is in the initial metadata (decant-request-id) before the first token is; of several answers the first's."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """The request's id is in the initial metadata (decant-request-id) before the first token is."""
+    """The request's id is in the initial metadata (decant-request-id) before the first token is; of several answers the first's."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
@@ -49,7 +49,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """The request's id is in the initial metadata (decant-request-id) before the first token is."""
+        """The request's id is in the initial metadata (decant-request-id) before the first token is; of several answers the first's."""
 
     @_abc_1.abstractmethod
     def Cancel(
