@@ -22,7 +22,7 @@ from chaos_models import ServedModel, served_model
 from chaos_network import Network, free_number
 from compose_engine import Engine
 from compose_images import Built
-from compose_project import WHOLE_LIMIT_S, Project, body_of, condition, tell, usable
+from compose_project import SILENCE_LIMIT_S, WHOLE_LIMIT_S, Project, body_of, condition, tell, usable
 from pd_nodes import Metrics
 
 from decant.default_model import cache_root, ensure_default_model
@@ -54,6 +54,7 @@ class Hosts:
             "INTERFACE": "eth0",
             "DTYPE": "float32",
             "KV_CACHE_MEMORY": "192MiB",
+            "SILENCE_LIMIT": str(SILENCE_LIMIT_S),
         }
         self.projects = {
             role: Project(
