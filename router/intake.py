@@ -77,7 +77,7 @@ class Intake:
         if len(text) < LONG_TEXT_CHARACTERS:
             return self._tokens(parameter, text, special_tokens=special_tokens)
         _check_unicode(parameter, text)
-        return await asyncio.to_thread(self.text.encode, text, special_tokens=special_tokens)
+        return await asyncio.to_thread(self.text.encode_unlocked, text, special_tokens=special_tokens)
 
     def _tokens(self, parameter: str, text: str, *, special_tokens: bool = False) -> list[int]:
         _check_unicode(parameter, text)

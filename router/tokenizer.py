@@ -114,6 +114,12 @@ class ModelText:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
+    def encode_unlocked(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The same for a thread of its own: `Tokenizer.encode` (0.23) lets other threads run only once in about 10 ms."""
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        ids: list[int] = found.ids
+        return ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Special tokens skipped; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from router_model_folder import write_model_folder
 
 from foundation.errors import ConfigurationError
+from router.intake import Intake
 from router.text import AnswerText
 from router.tokenizer import ModelText
 
@@ -44,6 +46,24 @@ def test_any_tokens_of_the_model_join_to_the_text_of_all(text: ModelText) -> Non
         token_ids = [draw.randrange(text.vocabulary_size) for _ in range(draw.randrange(1, 60))]
         answer = AnswerText(text.detokenizer(()), ())
         assert "".join([*(answer.add(token_id) for token_id in token_ids), answer.finish()]) == text.decode(token_ids)
+
+
+@pytest.mark.model
+async def test_other_requests_go_on_while_a_long_text_is_tokenized(text: ModelText) -> None:
+    intake = Intake("model", text, lambda: 1 << 31, 60.0)
+    long_text, turns = SENTENCES[0] * 8000, 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    going_on = asyncio.create_task(others())
+    tokens = await intake.tokenize("prompt", long_text, special_tokens=True)
+    going_on.cancel()
+    assert tokens == text.encode(long_text)
+    assert turns > 500, "under the interpreter's lock there are about 30"
 
 
 @pytest.mark.model
