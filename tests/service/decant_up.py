@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import re
 import socket
@@ -15,6 +14,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from pd_nodes import inherited
 
 from bench.ports import free_ports
 
@@ -38,7 +39,7 @@ class Up:
             f"--grpc-port={self.grpc_port}",
         ]
         command += [f"--node-index={self.node_index}", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        environment = {**inherited(), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         self.output = ""

@@ -18,7 +18,7 @@ from typing import IO
 
 import grpc.aio
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc, registry_pb2, registry_pb2_grpc
-from pd_nodes import Metrics, NodeProcess, eventually, start_node, until_ready
+from pd_nodes import Metrics, NodeProcess, eventually, inherited, start_node, until_ready
 from pd_router_client import attached
 
 from bench.ports import free_ports
@@ -235,7 +235,7 @@ class Deployment:
         }
         command = [sys.executable, "-m", "decant", "router", *(f"--{key}={value}" for key, value in arguments.items())]
         command += self.router_options
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=inherited())
         return RouterProcess(process, http_port, grpc_port, log_path, log)
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ import aiohttp
 import grpc.aio
 import pytest
 from decant_proto.v1 import registry_pb2, registry_pb2_grpc
+from pd_nodes import inherited
 from router_fake_node import FakeNode, running
 from router_model_folder import write_model_folder
 
@@ -46,7 +47,9 @@ class Process:
 
     async def start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "decant", "router", *self.arguments, stderr=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "decant", "router", *self.arguments),
+            stderr=asyncio.subprocess.PIPE,
+            env=inherited(),
         )
 
     @asynccontextmanager

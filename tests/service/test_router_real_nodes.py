@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from pd_nodes import inherited
 from router_under_test import RouterUnderTest, router_with, until
 
 from bench.ports import free_port
@@ -56,7 +56,7 @@ class NodeProcess:
     async def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *self.command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                *self.command, stdout=log, stderr=log, env={**inherited(), "OMP_NUM_THREADS": "1"}
             )
 
     def signal(self, number: signal.Signals) -> None:
