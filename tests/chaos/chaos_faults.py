@@ -30,6 +30,7 @@ PATIENCE_S = 30.0
 """How long a throttled link may be without enough traffic to hold any of it back."""
 BLINK_S = (0.2, 1.0)
 OUTAGE_S = (SILENCE_LIMIT_S + 1.0, SILENCE_LIMIT_S + 2.0)
+ONE_WAY_S = 10.0
 THROTTLE_S = (2.0, 4.0)
 MEGABITS_PER_SECOND = (5, 10, 20)
 
@@ -174,11 +175,11 @@ async def cut_pair(cluster: Cluster, chance: random.Random) -> list[Injected]:
 
 
 async def cut_one_way(cluster: Cluster, chance: random.Random) -> list[Injected]:
-    """F07: one hears, and is not heard."""
+    """F07: for ten seconds one hears, and is not heard."""
     ends = [chance.choice(DECODE), chance.choice((ROUTER, *PREFILL))]
     chance.shuffle(ends)
     direction = Direction(*ends)
-    return [await _cut(cluster, "cut one way", str(direction), [direction], chance.uniform(*OUTAGE_S))]
+    return [await _cut(cluster, "cut one way", str(direction), [direction], ONE_WAY_S)]
 
 
 async def blink(cluster: Cluster, chance: random.Random) -> list[Injected]:

@@ -32,10 +32,12 @@ QUESTIONS = 24
 KNOWN_AT_ONCE_S = 1.0
 KNOWN_BY_SILENCE_S = SILENCE_LIMIT_S + 0.5
 DESCRIPTORS_LIMIT_S = 30.0
-SPARE_DESCRIPTORS = 3 * len(PREFILL)
-"""Three for each pair. One: UCX carries both directions of a session on one TCP connection until one worker has once lost the
-other; from then on, their counters of connections having parted, each side opens its own. Two: after one direction had been
-cut for ten seconds, a prefill node was seen to hold unconnected ones for more than 30 s (docs/verification.md)."""
+SPARE_DESCRIPTORS = 2 * len(PREFILL)
+"""Two for each pair. One: UCX carries both directions of a session on one TCP connection until one worker has once lost the
+other; from then on, their counters of connections having parted, each side opens its own. One more, open at both ends, was seen
+between two nodes that had been cut twice for ten seconds."""
+UNCONNECTED = "socket"
+"""The kind of descriptor that the kernel lists under no connection: none may be left."""
 MISSED_ALLOWED = 2
 ALL_PAIRS = {(decode, prefill) for decode in DECODE for prefill in PREFILL}
 
@@ -115,12 +117,18 @@ def row(number: int, fault: Injected, noticed: dict[tuple[str, str], float]) -> 
 
 async def descriptors_left(cluster: Cluster, before: dict[str, Counter[str]]) -> list[str]:
     """Descriptors beyond what any member of the role had when every pair had met; waits for connections that are closing."""
-    most = {name: max(before[one].total() for one in MEMBERS if one[:4] == name[:4]) for name in MEMBERS}
+    roles = {name: [before[one] for one in MEMBERS if one[:4] == name[:4]] for name in MEMBERS}
+    most = {name: max(kinds.total() for kinds in role) for name, role in roles.items()}
+    unconnected = {name: max(kinds[UNCONNECTED] for kinds in role) for name, role in roles.items()}
     left: dict[str, Counter[str]] = {}
     deadline = time.monotonic() + DESCRIPTORS_LIMIT_S
     while time.monotonic() < deadline:
         now = {name: cluster[name].descriptors() for name in MEMBERS}
-        left = {name: kinds for name, kinds in now.items() if kinds.total() > most[name] + SPARE_DESCRIPTORS}
+        left = {
+            name: kinds
+            for name, kinds in now.items()
+            if kinds.total() > most[name] + SPARE_DESCRIPTORS or kinds[UNCONNECTED] > unconnected[name]
+        }
         if not left:
             return []
         await asyncio.sleep(0.1)
