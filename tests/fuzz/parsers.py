@@ -49,6 +49,7 @@ from router.inference_service import _wishes
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.reading import read_body
 from router.registry import entry_from_proto
+from router.tool_calls import HermesCalls
 
 VOCABULARY = 1000
 
@@ -309,6 +310,28 @@ def _json(*values: object) -> tuple[bytes, ...]:
     return tuple(json.dumps(value).encode() for value in values)
 
 
+# --- what a model writes ------------------------------------------------------------------------------------------
+
+TOOL_CALLS = (
+    'Well.\n<tool_call>\n{"name": "f\\n", "arguments": {"a": "}\\"", "b": [1, {}]}}\n</tool_call>',
+    '<tool_call>{"arguments": {}, "name": "g"}</tool_call><tool_call>{"name": "h", "arguments": {}}</tool_call>',
+)
+
+
+def _tool_calls(raw: bytes) -> bool:
+    """Whole and character by character the same calls are found."""
+    text = raw.decode(errors="replace")
+    found = []
+    for pieces in ((text,), text):
+        calls = HermesCalls()
+        parsed = [*(calls.add(piece) for piece in pieces), calls.finish()]
+        deltas = [delta for one in parsed for delta in one.calls]
+        names = [delta.name for delta in deltas if delta.name is not None]
+        found.append(("".join(one.content for one in parsed), names, "".join(delta.arguments for delta in deltas)))
+    assert found[0] == found[1], f"read otherwise in pieces: {found}"
+    return bool(found[0][1])
+
+
 def parsers() -> tuple[Parser, ...]:
     tickets = tuple(sign_ticket(TICKET, NodeKeys((key,))) for key in NODE_KEYS.keys)
     envelopes = tuple(
@@ -341,4 +364,5 @@ def parsers() -> tuple[Parser, ...]:
             _authorization,
         ),
         Parser("configuration files", (YAML,), _configuration),
+        Parser("tool calls", tuple(one.encode() for one in TOOL_CALLS), _tool_calls),
     )
