@@ -208,7 +208,7 @@ async def _stream(
     except Exception:
         if not response.prepared:
             raise  # an error body can still be the answer
-        log.exception("stream failed inside the router", path=request.path)
+        log.exception("request failed inside the router", path=request.path)
         return await _end_with_error(response, INTERNAL_ERROR)
 
 
