@@ -151,7 +151,7 @@ async def test_heartbeats_renew_the_lease(served: Served, channel: grpc.aio.Chan
         beats_s = [loop.time()]
         while beats_s[-1] - beats_s[0] < 1.2 * lease_s:
             await stream.write(node_pb2.RouterMessage(heartbeat=node_pb2.RouterHeartbeat()))
-            await asyncio.sleep(0.1)  # the time that passes is what is tested: longer than the lease, in steps far below it
+            await asyncio.sleep(0.1)  # what is tested is time: longer than the lease, in steps far below it
             beats_s.append(loop.time())
         if max(after - before for before, after in pairwise(beats_s)) < 0.5 * lease_s:
             assert served.role.gone.empty()
