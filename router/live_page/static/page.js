@@ -151,9 +151,9 @@ function transferRow() {
     const received = share(transfer.received);
     done.style.width = `${received}%`;
     sent.style.width = `${share(transfer.sent)}%`;
-    mark(track, "aria-valuenow", String(Math.round(transfer.received ? received : share(transfer.sent))));
+    mark(track, "aria-valuenow", String(Math.round(received)));
     mark(track, "aria-label", `KV of request ${transfer.request.slice(0, 16)} that has arrived and is verified`);
-    const landed = transfer.received ?? transfer.sent;
+    const landed = transfer.received ?? { ...transfer.sent, parcels_done: 0, bytes_done: 0 }; // D may not have told yet
     write(figures, total ? `${landed.parcels_done} of ${landed.parcels} parcels, ${bytes(landed.bytes_done)} of ${bytes(total)}` : "not cut yet");
     write(age, since(transfer.age_s));
   };
