@@ -26,7 +26,7 @@ MODEL_FOLDER = Path(os.environ.get("DECANT_CACHE", "~/.cache/decant")).expanduse
 
 SUBSET = (
     *("plain-02", "plain-07", "plain-11", "chat-02", "chat-06", "chat-log"),
-    *("exact-15-02", "exact-16-03", "exact-17-04", "exact-33-15", "exact-129-05", "long-1537"),
+    *("exact-15-02", "exact-16-03", "exact-17-04", "exact-33-15", "exact-129-05", "exact-300-07"),
 )
 
 
