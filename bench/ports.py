@@ -23,13 +23,14 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     for _ in range(LAST - FIRST):
         port = _chance.randrange(FIRST, LAST)
-        if port not in _given and _is_free(port):
+        if port not in _given and is_free(port):
             _given.add(port)
             return port
     raise RuntimeError(f"{FIRST} to {LAST} holds no free port")
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether nobody listens on this port of 127.0.0.1 now."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))

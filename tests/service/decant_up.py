@@ -6,7 +6,6 @@ import contextlib
 import json
 import random
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 from pd_nodes import inherited
 
-from bench.ports import free_ports
+from bench.ports import free_ports, is_free
 
 START_LIMIT_S = 90.0
 LIMIT_S = 45.0
@@ -103,16 +102,7 @@ def _free_places() -> tuple[int, int, int]:
     """A node index whose six ports are free, and two free ports for the router."""
     for _ in range(100):
         index = random.randrange(1500, 2500)
-        if all(_is_free(7100 + 10 * i + k) for i in (index, index + 1) for k in range(3)):
-            break
-    http, grpc = free_ports(2)
-    return index, http, grpc
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
+        if all(is_free(7100 + 10 * i + k) for i in (index, index + 1) for k in range(3)):
+            http, grpc = free_ports(2)
+            return index, http, grpc
+    raise RuntimeError("no node index with six free ports was found")
