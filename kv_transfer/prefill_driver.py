@@ -168,9 +168,9 @@ class PrefillDriver:
         for peer in list(self._side.peers.values()):
             self._pump.emit(on.EndpointLost(peer.node_id, peer.session, "closing"))
         await self._sessions.close_all()
+        await self._copier.close()
         self._pump.close()
         await self._streams.close_all()
-        await self._copier.close()
 
     # From the node.
 

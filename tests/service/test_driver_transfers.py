@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -16,8 +17,10 @@ from driver_pair import FINGERPRINT, LIMITS, MASTER, THREE_SHARDS, WHOLE, Pair, 
 from foundation.ids import AttemptId, Incarnation, NodeId, TransferId
 from foundation.kv_layout import KvLayout
 from foundation.ticket import Ticket, digest_of_tokens, sign_ticket
+from kv_transfer import staging
 from kv_transfer.control_stream import METHOD
 from kv_transfer.faults import Faults
+from kv_transfer.pool_copy import KvPool
 from kv_transfer.protocol.peer import PeerState
 from kv_transfer.transport.memory import WRITES
 
@@ -279,6 +282,33 @@ async def test_a_prefill_node_that_closes_is_known_to_d_at_once(pairing: Pairing
         reason, account = await pair.outcome(transfer, limit_s=1.0)
         assert reason in CLOSED_THERE
         pair.check_landed(transfer, TOKENS, account.verified_positions)
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+async def test_a_node_that_closes_while_it_copies_tells_its_engine_how_the_transfer_ended_once_the_copy_is_over(
+    pairing: Pairing, side: Literal["decode", "prefill"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, name = threading.Event(), threading.Event(), {"decode": "scatter", "prefill": "gather"}[side]
+    copy = getattr(staging, name)
+
+    def held(pool: KvPool, job: staging.Gather | staging.Scatter) -> object:
+        begun.set()
+        assert go_on.wait(60)
+        return copy(pool, job)
+
+    monkeypatch.setattr(staging, name, held)
+    async with pairing() as pair:
+        transfer = pair.begin(TOKENS)
+        await until(begun.is_set)
+        ended_here, ended_there = pair.decode_engine.outcomes, pair.prefill_engine.released_reasons
+        if side == "prefill":
+            ended_here, ended_there = ended_there, ended_here
+        closing = asyncio.create_task(pair.decode.close() if side == "decode" else pair.prefill.close())
+        await until(lambda: transfer in ended_there)
+        assert transfer not in ended_here, "blocks were given back while a copy used them"
+        go_on.set()
+        await closing
+        assert transfer in ended_here
 
 
 async def test_a_lane_that_cannot_be_fenced_is_refused_and_costs_no_memory() -> None:
