@@ -4,11 +4,14 @@
 One prefill and one decode node with the real model in float32, each on a core and a host of its own, behind three routers at
 once: `--disaggregate` auto, always and never. What is checked (exit code 1 otherwise):
 
-- `idle`: nobody else is served. Whatever auto chooses, its first token must be as early as that of the better of the other two;
+- `idle`: nobody else is served. Whatever auto chooses, its stream must run as early as that of the better of the other two;
 - `busy`: D decodes streams; auto computes prompts on P;
 - `slow link`: D decodes streams and P's link carries 10 Mbit/s; auto computes prompts on D once the link has been measured;
 - `mixed`: long and short prompts and answers from several clients, the same for each router, in alternating rounds; auto's mean
-  time to the first token and to the whole answer are at most 1.1 times those of the better of always and never, on either link.
+  time to the second token and to the whole answer are at most 1.1 times those of the better of always and never, on either link.
+
+A stream runs from its second token on: the first one travels ahead of the KV, so that over a slow link it would come early and
+then nothing for seconds. It is printed, too.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from foundation.keys import draw_master_keys, write_key_file
 POLICIES = ("auto", "always", "never")
 ROUTERS, PREFILL, DECODE = "routers", "prefill", "decode"
 SLOW_MEGABITS = 10
+JUDGED = ("second_token_s", "whole_s")
 WORSE_ALLOWED = 1.1
 PROBES, PROBE_TOKENS = 6, 256
 BACKGROUND_STREAMS, BACKGROUND_TOKENS = 4, 600
@@ -58,7 +62,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Timed:
+    """Seconds from the question to the first token, the second, and the end."""
+
     first_token_s: float
+    second_token_s: float
     whole_s: float
 
 
@@ -163,12 +170,12 @@ class Client:
         prompt = self._chance.choices(range(self._vocabulary), k=request.prompt_tokens)
         sampling = inference_pb2.SamplingOptions(temperature=0, max_tokens=request.answer_tokens, ignore_eos=True)
         message = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), sampling=sampling)
-        begun, first_s = time.perf_counter(), 0.0
+        begun = time.perf_counter()
+        tokens_s: list[float] = []
         responses: AsyncIterable[inference_pb2.GenerateResponse] = self._stub.Generate(message, timeout=ANSWER_LIMIT_S)
         async for response in responses:
-            if response.tokens:
-                first_s = first_s or time.perf_counter() - begun
-        return Timed(first_s, time.perf_counter() - begun)
+            tokens_s += [time.perf_counter() - begun] * len(response.tokens)
+        return Timed(tokens_s[0], tokens_s[1], time.perf_counter() - begun)
 
     async def run(self, load: Load) -> list[Timed]:
         waiting = iter(load.requests)
@@ -236,12 +243,12 @@ class Trial:
         for number in range(rounds):
             for policy in POLICIES[number % len(POLICIES) :] + POLICIES[: number % len(POLICIES)]:
                 found[policy] += await self._clients[policy].run(load)
-        for name in ("first_token_s", "whole_s"):
+        for name in ("first_token_s", *JUDGED):
             means = {policy: statistics.fmean(getattr(one, name) for one in timed) for policy, timed in found.items()}
             ratio = means["auto"] / min(means["always"], means["never"])
             figures = ", ".join(f"{policy} {seconds:.3f}" for policy, seconds in means.items())
             print(f"{load.name}, {what}: mean {name}: {figures}; auto over the better {ratio:.2f}", flush=True)
-            if ratio > WORSE_ALLOWED:
+            if name in JUDGED and ratio > WORSE_ALLOWED:
                 self.broken.append(
                     f"{load.name}, {what}: auto's {name} is {ratio:.2f} times the better of always and never"
                 )
@@ -271,7 +278,7 @@ async def trial(cluster: Cluster, vocabulary: int, rounds: int, seed: int) -> li
         await clients["always"].ask(Request(PROBE_TOKENS, 4))  # measures the link as it is now
         async with run.busy_decode_node():
             await run.choice(f"busy D, {SLOW_MEGABITS} Mbit/s", LOCAL, PROBES)
-        await run.compare(mixed_load(chance, 8, 2), f"{SLOW_MEGABITS} Mbit/s", 1)
+        await run.compare(mixed_load(chance, 8, 2), f"{SLOW_MEGABITS} Mbit/s", rounds)
     return run.broken
 
 
