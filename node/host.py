@@ -15,7 +15,7 @@ import gc
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.port import EngineEvent
 from foundation.api_keys import api_key_of
+from foundation.background import Background
 from foundation.health import Health
 from foundation.ids import Incarnation, NodeId
 from foundation.log import configure, get_logger
@@ -157,7 +158,7 @@ class _Host:
             {"service.instance.id": options.node_id, "decant.incarnation": f"{incarnation:016x}"},
         )
         self._state = LOADING
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = Background(self._stop)
 
     async def serve(self, assemble: Assemble) -> int:
         loop = asyncio.get_running_loop()
@@ -224,9 +225,9 @@ class _Host:
         registry = open_registry(self._options.registry, self._plane, api_key_of(os.environ))
         announcer = self._announcer = Announcer(registry, self._entry)
         self._state = ""
-        announcing = self._background(announcer.run(), "announce")
-        self._background(streams.push_status(), "push status")
-        self._background(self._publish_readiness(endpoint, health), "publish readiness")
+        announcing = self._background.start(announcer.run(), "announce")
+        self._background.start(streams.push_status(), "push status")
+        self._background.start(self._publish_readiness(endpoint, health), "publish readiness")
         log.info("serving", control_address=self._entry.control_address)
         try:
             failure: BaseException | None = await self._stop_wanted
@@ -243,8 +244,7 @@ class _Host:
             streams.close("drained")
             return 0
         finally:
-            for task in self._tasks:
-                task.cancel()
+            self._background.cancel()
             await announcer.close()
 
     async def _drain(self, role: Role, announcer: Announcer) -> None:
@@ -326,16 +326,6 @@ class _Host:
             os._exit(0)
         if not self._stop_wanted.done():
             self._stop_wanted.set_result(failure)
-
-    def _background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        task.add_done_callback(self._task_done)
-        self._tasks.append(task)
-        return task
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (failure := task.exception()) is not None:
-            self._stop(failure)
 
     def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback that raised (an engine event, a timer) is a bug of ours; other reports are logged."""

@@ -10,7 +10,6 @@ Must not know: what an answer is for, texts, HTTP.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Protocol
 import grpc.aio
 from decant_proto.v1 import node_pb2, node_pb2_grpc, types_pb2
 
+from foundation.background import Background, end
 from foundation.fingerprint import Fingerprint
 from foundation.ids import Incarnation, NodeId
 from foundation.log import get_logger
@@ -135,15 +135,12 @@ class NodeLink:
     def usable(self) -> bool:
         return self.health.refusal(self._now()) is None
 
-    def start(self) -> None:
+    def start(self, background: Background) -> None:
         assert self._task is None
-        self._task = asyncio.create_task(self._keep_connected(), name=f"link {self.node_id}")
+        self._task = background.start(self._keep_connected(), f"link {self.node_id}")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await end(self._task)
 
     def send(self, message: node_pb2.RouterMessage) -> bool:
         """False when there is no stream to send on; then nothing was sent."""
@@ -177,7 +174,7 @@ class NodeLink:
                 self._stream_task.cancel()
                 await asyncio.wait((self._stream_task,))
             was_connected = self.health.state is not LinkState.CONNECTING
-            reason = self._end_reason or _outcome(self._stream_task)
+            reason = self._end_reason or _outcome(self.node_id, self._stream_task)
             self.health.broken()
             self._ended(reason, was_connected)
             backoff_s = FIRST_BACKOFF_S if was_connected else min(2 * backoff_s, LONGEST_BACKOFF_S)
@@ -195,7 +192,7 @@ class NodeLink:
         """Runs one stream to its end; why it ended."""
         async with self._plane.channel(self.entry.control_address, CHANNEL_OPTIONS) as channel:
             call = node_pb2_grpc.NodeStub(channel).Attach()
-            companions: list[asyncio.Task[None]] = []
+            companions = Background(self._companion_failed)
             try:
                 lease_ms = round(self._timing.silence_limit_s * 1000)
                 await call.write(
@@ -205,10 +202,8 @@ class NodeLink:
                 if not isinstance(first, node_pb2.NodeMessage):
                     return "stream_ended"
                 self._take_hello(first)
-                companions = [
-                    asyncio.create_task(self._write(call), name=f"writer {self.node_id}"),
-                    asyncio.create_task(self._watch(), name=f"watch {self.node_id}"),
-                ]
+                companions.start(self._write(call), f"writer {self.node_id}")
+                companions.start(self._watch(), f"watch {self.node_id}")
                 await self._read(call)
             except grpc.aio.AioRpcError as error:
                 return self._plane.why_lost(self.node_id, error.code(), error.details())
@@ -219,10 +214,12 @@ class NodeLink:
                 return "wrong_node"
             finally:
                 end_call(call)
-                for companion in companions:
-                    companion.cancel()
-                await asyncio.gather(*companions, return_exceptions=True)
+                await companions.close()
         return "stream_ended"
+
+    def _companion_failed(self, error: BaseException) -> None:
+        """Without its writer or its watch a stream would look alive, and nothing would be said, or no silence noticed."""
+        self.give_up(_failure(self.node_id, error))
 
     def _take_hello(self, message: node_pb2.NodeMessage) -> None:
         if not message.HasField("hello"):
@@ -302,14 +299,17 @@ class NodeLink:
             await asyncio.sleep(self._timing.tick_s)
 
 
-def _outcome(task: asyncio.Task[str]) -> str:
+def _outcome(node: NodeId, task: asyncio.Task[str]) -> str:
     if task.cancelled():
         return "cancelled"
     error = task.exception()
-    if error is not None:
-        log.error("link failed", exc_info=error)
-        return f"link_{type(error).__name__}"
-    return task.result()
+    return task.result() if error is None else _failure(node, error)
+
+
+def _failure(node: NodeId, error: BaseException) -> str:
+    """A bug of ours on one stream: told with its traceback, and the stream is begun again."""
+    log.error("link failed", node=node, exc_info=error)
+    return f"link_{type(error).__name__}"
 
 
 def _fingerprint(message: types_pb2.Fingerprint) -> Fingerprint:

@@ -9,12 +9,12 @@ Must not know: texts, clients of the router.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from decant_proto.v1 import node_pb2
 
+from foundation.background import Background, end
 from foundation.health import Wrong
 from foundation.ids import AttemptId, NodeId
 from foundation.keys import MasterKeys
@@ -79,17 +79,15 @@ class Fleet:
         self._pending: dict[str, tuple[NodeLink, int]] = {}
         """Requests without a first token: where their prompt is being computed, and its tokens."""
         self._listener: FleetListener | None = None
+        self._background: Background | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, listener: FleetListener) -> None:
-        self._listener = listener
-        self._task = asyncio.create_task(self._follow_registry(), name="fleet")
+    def start(self, listener: FleetListener, background: Background) -> None:
+        self._listener, self._background = listener, background
+        self._task = background.start(self._follow_registry(), "fleet")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await end(self._task)
         await asyncio.gather(*(link.close() for link in self._links.values()))
         await self._source.close()
 
@@ -337,7 +335,8 @@ class Fleet:
     def _add(self, entry: NodeEntry) -> None:
         link = NodeLink(entry, self._router_id, self._timing, self, self._now, self._plane)
         self._links[entry.node_id] = link
-        link.start()
+        assert self._background is not None
+        link.start(self._background)
 
     async def _remove(self, link: NodeLink) -> None:
         del self._links[link.node_id]

@@ -1,7 +1,8 @@
 """A router process: everything put together, started, drained and stopped.
 
 `run` listens before it does anything slow, so a port in use stops the start with a message that names the setting. SIGTERM and
-SIGINT drain: readiness goes 503 at once, new requests are refused, those in flight end within the grace period.
+SIGINT drain: readiness goes 503 at once, new requests are refused, those in flight end within the grace period. A background task
+that fails is a bug and ends the process loudly, after what is in flight was told so: its supervisor starts another one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from foundation import log as logs
 from foundation.api_keys import ApiKeyStore, api_key_of
+from foundation.background import Background, end
 from foundation.errors import ConfigurationError
 from foundation.health import Health
 from foundation.keys import MasterKeys, read_key_file
@@ -53,10 +56,12 @@ log = logs.get_logger()
 
 HEALTH_EVERY_S = 0.25
 HTTP_BACKLOG = 1024
+CLOSE_WITHIN_S = 15.0
+"""What takes longer is left to the end of the process."""
 
 
 def run(options: RouterOptions) -> int:
-    """Serves until SIGTERM or SIGINT. Raises StartError when it cannot start; returns the process's exit code."""
+    """Serves until SIGTERM or SIGINT; the exit code is 0 after a drain, 1 after a failure. Raises StartError before it serves."""
     logs.configure(options.log_level, options.log_format, role="router")
     keys = read_master_keys(Path(options.key_file).expanduser())
     template = Path(options.chat_template) if options.chat_template is not None else None
@@ -72,26 +77,56 @@ def run(options: RouterOptions) -> int:
 async def _serve_until_signalled(
     options: RouterOptions, keys: MasterKeys, text: ModelText, api_keys: ApiKeyStore, listener: socket.socket
 ) -> int:
-    stop = asyncio.Event()
+    signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_report)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    router = Router(options, keys, text, api_keys)
+        loop.add_signal_handler(number, signalled.set)
+    over: asyncio.Future[BaseException | None] = loop.create_future()
+
+    def leave(failure: BaseException | None) -> None:
+        """The first call decides."""
+        if not over.done():
+            over.set_result(failure)
+
+    async def drain_when_signalled() -> None:
+        await signalled.wait()
+        await router.drain(options.drain_grace_s)
+        leave(None)
+
+    background = Background(leave)
+    router = Router(options, keys, text, background, api_keys)
     await router.start(listener)
     gc.collect()
     gc.freeze()  # what has been loaded stays: collections need not look at it again
     log.info("router ready", http=f"{options.host}:{options.http_port}", grpc=f"{options.host}:{options.grpc_port}")
-    await stop.wait()
-    await router.drain(options.drain_grace_s)
-    await router.close()
-    return 0
+    background.start(drain_when_signalled(), "drain")
+    if (failure := await over) is not None:
+        log.critical("stopped by a failure", exc_info=failure)
+        router.dispatcher.give_up()
+    try:
+        async with asyncio.timeout(CLOSE_WITHIN_S):
+            await router.close()
+    except TimeoutError:
+        log.warning("not closed in time", limit_s=CLOSE_WITHIN_S)
+    return 0 if failure is None else 1
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What no task was there to be told of. Logged, and no more: callbacks run for strangers' connections, too."""
+    log.error("event loop", problem=context.get("message"), exc_info=context.get("exception"))
 
 
 class Router:
     """All parts of one router; several may live in one process, as in tests. `start`, then `drain` if wanted, then `close`."""
 
     def __init__(
-        self, options: RouterOptions, keys: MasterKeys, text: ModelText, api_keys: ApiKeyStore | None = None
+        self,
+        options: RouterOptions,
+        keys: MasterKeys,
+        text: ModelText,
+        background: Background,
+        api_keys: ApiKeyStore | None = None,
     ) -> None:
         """Raises ConfigurationError when certificates are wrong. `api_keys` None: everybody is let in."""
         self.options = options
@@ -139,16 +174,17 @@ class Router:
             self.intake, self.dispatcher, self.fleet, self.metrics, self.health, self._live_page, edge
         )
         self._grpc = GrpcFront(options, access, GrpcPlane(None if tls is None else tls.identity), plane)
+        self._background = background
         self._health_task: asyncio.Task[None] | None = None
 
     async def start(self, listener: socket.socket) -> None:
         """Raises ConfigurationError naming the port that cannot be listened on."""
         inference = InferenceService(self.intake, self.dispatcher, self.metrics)
         await self._grpc.start(Services(inference, AdminService(self.fleet, self.dispatcher), self.embedded))
-        self.fleet.start(self.dispatcher)
+        self.fleet.start(self.dispatcher, self._background)
         await self._http.start(listener)
         self._live_page.start()
-        self._health_task = asyncio.create_task(self._follow_health(), name="health")
+        self._health_task = self._background.start(self._follow_health(), "health")
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests and wait for those in flight."""
@@ -162,9 +198,7 @@ class Router:
             self.dispatcher.give_up()
 
     async def close(self) -> None:
-        if self._health_task is not None:
-            self._health_task.cancel()
-            await asyncio.gather(self._health_task, return_exceptions=True)
+        await end(self._health_task)
         await self._live_page.close()
         await self._http.close()
         await self._grpc.stop()

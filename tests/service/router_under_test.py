@@ -15,6 +15,7 @@ from waiting import until as until
 
 from bench.ports import free_port
 from foundation.api_keys import ApiKeyStore
+from foundation.background import Background
 from foundation.keys import MasterKeys, draw_master_keys
 from router.main import Router, listen
 from router.options import RouterOptions
@@ -32,6 +33,8 @@ class RouterUnderTest:
     grpc_address: str
     keys: MasterKeys
     http: aiohttp.ClientSession
+    failures: list[BaseException]
+    """Of the router's background tasks; each would have ended its process."""
     clients: list[openai.AsyncOpenAI] = field(default_factory=list)
 
     @property
@@ -89,7 +92,9 @@ async def router_with(
     )
     async with running(*nodes), aiohttp.ClientSession() as http:
         key_file = options.get("api_key_file")
-        router = Router(settings, keys, text, ApiKeyStore(key_file and Path(key_file), api_key))
+        failures: list[BaseException] = []
+        key_store = ApiKeyStore(key_file and Path(key_file), api_key)
+        router = Router(settings, keys, text, Background(failures.append), key_store)
         await router.start(listen("--http-port", "127.0.0.1", port))
         try:
             if router.embedded is not None:
@@ -99,9 +104,10 @@ async def router_with(
                 await until(lambda: sum(router.fleet.connected_by_role().values()) == len(nodes))
                 await until(lambda: not router.fleet.not_ready_reasons())
             address = f"127.0.0.1:{grpc_port}"
-            under_test = RouterUnderTest(router, f"http://127.0.0.1:{port}", address, keys, http)
+            under_test = RouterUnderTest(router, f"http://127.0.0.1:{port}", address, keys, http, failures)
             yield under_test
             for client in under_test.clients:
                 await client.close()
+            assert not failures, failures
         finally:
             await router.close()

@@ -20,6 +20,7 @@ from cluster_engine import SEEDED_TEMPERATURE, VOCABULARY_SIZE, oracle
 
 from engine.config import EngineConfig
 from engine.port import FinishReason, SamplingParameters
+from foundation.background import Background
 from foundation.kv_layout import KvLayout
 from foundation.metrics import RouterMetrics
 from router.answer import Piece
@@ -116,7 +117,7 @@ class Clients:
         """Called in the router's process."""
         loop = asyncio.get_running_loop()
         self.dispatcher = Dispatcher(self._fleet, PlainText(), METRICS, Limits(1000), loop.time)  # type: ignore[arg-type]
-        self._fleet.start(self.dispatcher)
+        self._fleet.start(self.dispatcher, Background(lambda failure: self._books.violated(f"the router: {failure!r}")))
         self.unfinished = len(wishes)
         self._tasks = [loop.create_task(self._live(wish), name=wish.name) for wish in wishes]
 
