@@ -63,12 +63,13 @@ SESSION_END_REASONS = (
 LANE_FAILURE_REASONS = (
     *("unreachable", "dial_timeout", "not_expected", "garbage", "bad_address", "address_in_use", "ucx_unavailable"),
     *("lane_cannot_fence", "self_test_failed", "self_test_timeout", "staging_exhausted", "quarantine_full"),
-    *("slot_bytes_too_small", "credit_numbers_exhausted"),
+    "credit_numbers_exhausted",
 )
 TRANSFER_FAILURE_REASONS = (
     *("bad_digest", "bad_length", "message_truncated", "bad_manifest", "bad_offer", "bad_credits", "bad_first_token"),
     *("sealed_before_first_token", "owner_changed", "credits_unused", "superseded", "lease", "gone", "refused"),
     *("prefill_stalled", "transfer_stalled", "deadline", "unavailable", "cancelled", "engine_error", "prefill_failed"),
+    "too_many_parcels",
     *SESSION_END_REASONS,
     *LANE_FAILURE_REASONS,
 )

@@ -16,6 +16,8 @@ from kv_transfer.digest import message_bytes
 from kv_transfer.transport.base import Bytes, Fenced
 
 ARENA_SLOTS_AT_LEAST = 2
+ARENA_SLOTS_AT_MOST = 256
+"""However small the peer says its slots are: each takes a page at least, and a credit looks at all of them."""
 PAGE_BYTES = 4096
 
 

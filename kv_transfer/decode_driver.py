@@ -246,9 +246,6 @@ class DecodeDriver:
         hello = self._side.peers[peer].hello
         assert hello is not None, f"a lane to {peer} before its Hello"
         slot_bytes = min(self._limits.slot_bytes, hello.slot_bytes)
-        if slot_bytes < 2 * self._side.local.layout.head_bytes:
-            self._pump.emit(on.LaneFailed(peer, session, "slot_bytes_too_small"))
-            return
         self._landings.open(peer, session, data_address, slot_bytes)
 
     # Parcels.

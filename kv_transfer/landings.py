@@ -16,7 +16,7 @@ from functools import partial
 
 from foundation.ids import NodeId, SessionNonce, SlotIndex
 from foundation.log import get_logger
-from kv_transfer.arena import ARENA_SLOTS_AT_LEAST, Arena, StagingMemory
+from kv_transfer.arena import ARENA_SLOTS_AT_LEAST, ARENA_SLOTS_AT_MOST, Arena, StagingMemory
 from kv_transfer.data_sessions import DataSessions
 from kv_transfer.driver import DIAL_LIMIT_S, SELF_TEST_LIMIT_S
 from kv_transfer.protocol.events import LaneFailed, LaneOpened
@@ -65,7 +65,8 @@ class Landings:
 
     def open(self, peer: NodeId, session: int, data_address: str, slot_bytes: int) -> None:
         """Draw an arena, dial, measure; `LaneOpened` or `LaneFailed` follows."""
-        slots = max(ARENA_SLOTS_AT_LEAST, self._staging.staging_bytes // slot_bytes // ARENAS_AT_ONCE)
+        share = self._staging.staging_bytes // slot_bytes // ARENAS_AT_ONCE
+        slots = min(max(ARENA_SLOTS_AT_LEAST, share), ARENA_SLOTS_AT_MOST)
         arena = self._staging.draw_arena(slots, slot_bytes, session)
         arena = arena or self._staging.draw_arena(ARENA_SLOTS_AT_LEAST, slot_bytes, session)
         if arena is None:

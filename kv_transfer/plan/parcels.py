@@ -9,7 +9,7 @@ travels once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -17,6 +17,14 @@ from foundation.kv_layout import KvLayout
 from kv_transfer.plan.shards import head_cuts, layer_cuts
 
 Range = tuple[int, int]
+
+PARCELS_AT_MOST = 1 << 14
+"""Of one transfer: 64 GiB of KV in slots of 4 MiB. Each costs both nodes time and memory, and a peer that lies about its slots,
+or a lane so slow that slots are made small for it, would have them cut one for each head at each position."""
+
+
+class TooManyParcels(ValueError):
+    """The slots are too small for a transfer of this length."""
 
 
 class ParcelName(NamedTuple):
@@ -48,16 +56,23 @@ def cut_parcels(
 ) -> tuple[ParcelName, ...]:
     """Parcels of at most `slot_bytes` that partition [from_position, end_position) x all layers x all heads.
 
-    Raises ValueError, naming the field, when the layouts cannot pair or not even one head of one layer at one position fits.
+    Raises ValueError, naming the field, when the layouts cannot pair or not even one head of one layer at one position fits;
+    TooManyParcels before it makes more than PARCELS_AT_MOST.
     """
     if mismatch := layout_mismatch(source, target):
         raise ValueError(mismatch)
     if not 0 <= from_position <= end_position:
         raise ValueError(f"positions [{from_position}, {end_position}) are no range")
     layer_runs, head_runs, stride, unit = _cell_grid(source, target, slot_bytes)
+    most = PARCELS_AT_MOST // (len(layer_runs) * len(head_runs))
+    position_ranges = tuple(islice(_position_ranges(from_position, end_position, stride, unit), most + 1))
+    if len(position_ranges) > most:
+        raise TooManyParcels(
+            f"slot_bytes is {slot_bytes}: [{from_position}, {end_position}) would be more than {PARCELS_AT_MOST} parcels"
+        )
     return tuple(
         ParcelName(*positions, *layers, *heads)
-        for positions in _position_ranges(from_position, end_position, stride, unit)
+        for positions in position_ranges
         for layers in layer_runs
         for heads in head_runs
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from kv_transfer.plan.parcels import TooManyParcels
 from kv_transfer.protocol import decode_pair
 from kv_transfer.protocol.credit import Arena, Slot, SlotState, SlotStep
 from kv_transfer.protocol.decode_transfer import (
@@ -131,26 +132,29 @@ def _dispatch(turn: DecodeTurn, event: DecodeEvent) -> None:
 
 
 def _reserved(turn: DecodeTurn, event: Reserved) -> None:
-    """The node holds the blocks. From here on the cut is fixed, and with it what has to arrive."""
+    """The node holds the blocks. From here on the cut is fixed, and with it what has to arrive: nothing, if it were too many
+    parcels."""
     transfer = turn.transfers.get(event.transfer)
     if transfer is None or not transfer.accepts(Reserved):
         return
     assert 0 <= event.from_position <= event.end_position == transfer.expected_positions
     peer, arena = turn.peers[transfer.peer], turn.arenas[transfer.session]
     assert peer.hello is not None
-    parcels = turn.local.cut(
-        event.from_position, event.end_position, peer.hello.layout, turn.local.layout, arena.slot_bytes
+    reserved = replace(
+        transfer.take(Reserved),
+        turn=turn.next_turn,
+        from_position=event.from_position,
+        end_position=event.from_position,
+        slot_bytes=arena.slot_bytes,
     )
-    turn.put(
-        replace(
-            transfer.take(Reserved),
-            turn=turn.next_turn,
-            from_position=event.from_position,
-            end_position=event.end_position,
-            slot_bytes=arena.slot_bytes,
-            parcels=parcels,
+    try:
+        parcels = turn.local.cut(
+            event.from_position, event.end_position, peer.hello.layout, turn.local.layout, arena.slot_bytes
         )
-    )
+    except TooManyParcels:
+        turn.end(reserved, End, "too_many_parcels", abort=True)
+        return
+    turn.put(replace(reserved, end_position=event.end_position, parcels=parcels))
     turn.next_turn += 1
     turn.grant(transfer.peer)
 

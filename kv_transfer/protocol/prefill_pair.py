@@ -203,9 +203,9 @@ def _say_closed(turn: PrefillTurn, peer: Peer, session: int) -> None:
 
 
 def _renew(turn: PrefillTurn, peer: Peer, leases: tuple[TransferId, ...]) -> None:
-    for lease in leases:
-        transfer = turn.transfers.get(lease)
-        if transfer is not None and transfer.peer == peer.node_id:
+    renewed = frozenset(leases)
+    for transfer in turn.transfers_of(peer.node_id):
+        if transfer.id in renewed:
             turn.put(replace(transfer, renewals=transfer.renewals + 1))
 
 

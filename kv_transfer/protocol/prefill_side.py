@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from foundation.ids import NodeId
+from kv_transfer.plan.parcels import TooManyParcels
 from kv_transfer.protocol import prefill_pair
 from kv_transfer.protocol.effects import NodePrefill, NodeReleased, PrefillEffect, SendParcel
 from kv_transfer.protocol.events import (
@@ -352,13 +353,16 @@ def _cut(turn: PrefillTurn, transfer: PrefillTransfer, message: Credits) -> Pref
     fits = _slot_fits(turn.local, message.slot_bytes) and 0 <= message.from_position <= transfer.expected_positions
     if not fits:
         return None
-    parcels = turn.local.cut(
-        message.from_position,
-        transfer.expected_positions,
-        turn.local.layout,
-        peer.hello.layout,
-        message.slot_bytes,
-    )
+    try:
+        parcels = turn.local.cut(
+            message.from_position,
+            transfer.expected_positions,
+            turn.local.layout,
+            peer.hello.layout,
+            message.slot_bytes,
+        )
+    except TooManyParcels:
+        return None
     return replace(
         transfer,
         from_position=message.from_position,

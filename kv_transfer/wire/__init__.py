@@ -6,7 +6,7 @@ number that gets past here is in its range. A refused message ends its stream; n
 Must not know: streams, sessions, states.
 """
 
-from kv_transfer.wire.reading import WireRefusal, read_envelope, read_fingerprint
+from kv_transfer.wire.reading import WireRefusal, read_envelope
 from kv_transfer.wire.writing import write_envelope, write_fingerprint
 
-__all__ = ["WireRefusal", "read_envelope", "read_fingerprint", "write_envelope", "write_fingerprint"]
+__all__ = ["WireRefusal", "read_envelope", "write_envelope", "write_fingerprint"]

@@ -108,7 +108,9 @@ def _layout(wire: transfer_pb2.KvLayout) -> KvLayout:
     )
 
 
-def read_fingerprint(wire: types_pb2.Fingerprint) -> Fingerprint:
+def _fingerprint(wire: types_pb2.Fingerprint) -> Fingerprint:
+    for field in ("weights", "architecture", "tokenizer", "kv_dtype", "quantization", "rope"):
+        _text(getattr(wire, field), f"fingerprint.{field}")
     return Fingerprint(
         weights=wire.weights,
         architecture=wire.architecture,
@@ -129,7 +131,7 @@ def _hello(wire: transfer_pb2.Hello) -> messages.Hello:
         node_id=NodeId(wire.node_id),
         protocol_major=wire.protocol_major,
         protocol_minor=wire.protocol_minor,
-        fingerprint=read_fingerprint(wire.fingerprint),
+        fingerprint=_fingerprint(wire.fingerprint),
         layout=_layout(wire.layout),
         slot_bytes=wire.slot_bytes,
         step_limit_s=wire.step_limit_ms / 1000,

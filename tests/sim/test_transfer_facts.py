@@ -12,7 +12,7 @@ from transfer_invariants import check
 from transfer_world import Action, Budget, D, P, Plan, World, actions, at_rest, is_progress, new_world, transfer
 
 from foundation.ids import CreditNumber, Incarnation, NodeId, SessionNonce, SlotIndex, TransferId
-from kv_transfer.plan.parcels import cut_parcels
+from kv_transfer.plan.parcels import ParcelName, TooManyParcels, cut_parcels
 from kv_transfer.port import BeginTransfer
 from kv_transfer.protocol import decode_side, events, messages, prefill_side
 from kv_transfer.protocol.credit import FREE_SLOT, Arena, SlotState, SlotStep
@@ -369,6 +369,28 @@ def test_credits_that_do_not_fit_p_s_own_cut_end_the_transfer(broken: dict[str, 
     assert not sent(p_hears(world.p, good)[1], Failed)
     _, effects = p_hears(world.p, replace(good, **broken))
     assert sent(effects, Failed) == [Failed(R, "bad_credits")]
+
+
+def cut_into_too_many(*cut: Any) -> tuple[ParcelName, ...]:
+    raise TooManyParcels("slot_bytes is 8: too many parcels")
+
+
+def test_f17_p_refuses_credits_whose_slots_are_so_small_that_a_transfer_would_be_too_many_parcels() -> None:
+    world = until(ready_world(), lambda w: w.p is not None and w.p.transfers[R].expected_positions > 0)
+    assert world.p is not None
+    side = replace(world.p, local=replace(world.p.local, cut=cut_into_too_many))
+    _, effects = p_hears(side, Credits(R, 0, 8, 0, (messages.Credit(CreditNumber(0), 16),), SessionNonce(501)))
+    assert sent(effects, Failed) == [Failed(R, "bad_credits")]
+
+
+def test_f17_d_keeps_its_cached_prefix_when_the_rest_would_be_too_many_parcels() -> None:
+    world = until(ready_world(), lambda w: w.d is not None and w.d.transfers[R].expected_positions > 0)
+    assert world.d is not None
+    side = replace(world.d, local=replace(world.d.local, cut=cut_into_too_many))
+    side, effects = decode_side.handle(side, events.Reserved(R, 1, world.d.transfers[R].expected_positions))
+    assert sent(effects, messages.Abort) == [messages.Abort(R, "too_many_parcels")]
+    assert of(effects, NodeEnded) == [NodeEnded(R, "too_many_parcels", 1, 1, 0)]
+    assert not sent(effects, Credits)
 
 
 def test_f17_two_sends_are_never_open_under_one_credit_number() -> None:

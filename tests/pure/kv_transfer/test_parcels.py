@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from foundation.ids import BlockId
 from foundation.kv_layout import KvLayout
-from kv_transfer.plan.parcels import ParcelName, cut_parcels, partition_error, verified_prefix
+from kv_transfer.plan.parcels import (
+    PARCELS_AT_MOST,
+    ParcelName,
+    TooManyParcels,
+    cut_parcels,
+    partition_error,
+    verified_prefix,
+)
 from kv_transfer.plan.regions import source_region, target_regions
 from kv_transfer.plan.shards import shard_shape, shards
 from kv_transfer.pool_copy import KvPool, gather_parcel, scatter_parcel
@@ -181,3 +188,13 @@ def test_a_pair_that_differs_in_heads_or_a_slot_below_one_head_is_refused_by_nam
         cut_parcels(0, 1, one, two, 1 << 20)
     with pytest.raises(ValueError, match="slot_bytes"):
         cut_parcels(0, 1, one, one, 511)
+
+
+def test_f17_a_cut_into_more_parcels_than_anybody_needs_is_refused_before_it_is_made() -> None:
+    layout = KvLayout(layers=2, kv_heads=1, head_dim=1, dtype="float32", block_size=1)
+    one_cell = 2 * layout.head_bytes
+    most = PARCELS_AT_MOST // layout.layers
+    assert len(cut_parcels(5, 5 + most, layout, layout, one_cell)) == PARCELS_AT_MOST
+    for end_position in (6 + most, 1 << 60):
+        with pytest.raises(TooManyParcels, match="slot_bytes is 8"):
+            cut_parcels(5, end_position, layout, layout, one_cell)

@@ -163,6 +163,14 @@ def test_what_reads_writes_again(envelope: m.Envelope) -> None:
             transfer_pb2.ControlMessage(hello=transfer_pb2.Hello(node_id="d", session=1, slot_bytes=1)),
             "hello.layout.layers",
         ),
+        (
+            transfer_pb2.ControlMessage(
+                hello=transfer_pb2.Hello(
+                    node_id="d", session=1, slot_bytes=1, fingerprint=types_pb2.Fingerprint(rope="r" * 257)
+                )
+            ),
+            "hello.fingerprint.rope",
+        ),
     ],
 )
 def test_a_field_out_of_range_is_refused_by_its_name(wire: transfer_pb2.ControlMessage, field: str) -> None:
