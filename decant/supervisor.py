@@ -31,6 +31,7 @@ from foundation.errors import ConfigurationError, SetupError
 RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 LOOK_EVERY_S = 0.2
+PENDING_EVERY_S = 0.02
 PROBE_TIMEOUT_S = 2.0
 KILL_AFTER_GRACE_S = 5.0
 
@@ -132,9 +133,17 @@ class Supervisor:
             self._await_signal(LOOK_EVERY_S)
 
     def _await_signal(self, limit_s: float | None) -> None:
-        """Return on SIGCHLD or after `limit_s`; raise Interrupted on the others."""
-        came = signal.sigwaitinfo(_WATCHED) if limit_s is None else signal.sigtimedwait(_WATCHED, limit_s)
-        if came is not None and came.si_signo != signal.SIGCHLD:
+        """Return on SIGCHLD or after `limit_s`; raise Interrupted on the others.
+
+        Not by sigtimedwait: interrupted by a stop that outlasts its time (Ctrl-Z and fg), Python's returns what no signal wrote.
+        """
+        if limit_s is not None:
+            deadline_s = time.monotonic() + limit_s
+            while not signal.sigpending() & _WATCHED:
+                if time.monotonic() >= deadline_s:
+                    return
+                time.sleep(PENDING_EVERY_S)
+        if signal.sigwaitinfo(_WATCHED).si_signo != signal.SIGCHLD:
             raise Interrupted
 
 

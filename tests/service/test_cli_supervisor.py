@@ -51,6 +51,9 @@ finally:
 """
 
 
+LATE = "import time; time.sleep(1)\n" + CHILD
+
+
 class Parent:
     """A process that supervises two children."""
 
@@ -120,6 +123,23 @@ def test_a_child_that_ends_before_it_is_ready_stops_the_start_and_the_others() -
     assert out == "child-1 ended with exit code 3 before it was ready\n"
     assert running.process.returncode == 1
     assert running.child_pid(0) is None
+
+
+def test_a_supervisor_that_is_stopped_and_goes_on_while_it_starts_its_children_starts_them() -> None:
+    """As by Ctrl-Z and fg. Python's sigtimedwait tells of a signal that never came when it is over by then."""
+    running = Parent(LATE, LATE)
+    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
+    try:
+        _await(lambda: len(children.read_text().split()) == 2, "the children were not started")
+        for _ in range(2):
+            running.process.send_signal(signal.SIGSTOP)
+            time.sleep(0.3)  # longer than it waits in one go
+            running.process.send_signal(signal.SIGCONT)
+            time.sleep(0.05)
+        running.await_ready()
+    finally:
+        running.process.kill()
+        running.process.wait()
 
 
 def test_a_child_with_a_wrong_setting_ends_the_start_with_exit_code_2() -> None:
