@@ -1,4 +1,4 @@
-"""A model of the data plane inside one process, for tests: deterministic, and harmed only by its script.
+"""A model of the data plane inside one process, for tests: sessions and transports over a `memory_network`.
 
 It does what UCX was seen to do, unpleasant as that is:
 
@@ -6,14 +6,7 @@ It does what UCX was seen to do, unpleasant as that is:
   later receive with that tag; larger ones wait for their receive as long as the session lives;
 - a matched receive cannot be cancelled;
 - a send completes when its last bytes have left, not when they have landed;
-- short messages land without saying so, longer ones than the buffer end as truncated while their sender sees success;
-- what happens to bytes under way when something dies depends on the lane:
-
-      FENCED     (TCP, shared memory)  receives fail; bytes on the wire still land until this side's endpoint is destroyed
-      READS      (receiver reads)      a matched receive completes by itself, whole, whatever became of the peer
-      WRITES     (sender writes)       receives fail, and all the rest of the bytes lands afterwards
-
-One fragment of each message moves in each turn of the event loop, unless the script holds it.
+- short messages land without saying so, longer ones than the buffer end as truncated while their sender sees success.
 
 Must not know: parcels, digests, the protocol's states.
 """
@@ -21,9 +14,7 @@ Must not know: parcels, digests, the protocol's states.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -35,7 +26,6 @@ from kv_transfer.transport.base import (
     CloseOutcome,
     DataSession,
     Fenced,
-    Landed,
     Lane,
     LostCallback,
     NotFenced,
@@ -49,140 +39,9 @@ from kv_transfer.transport.base import (
     TransportError,
     mint_fence,
 )
-
-FENCED = Lane("memory", receiver_reads=False, close_fences_receives=True)
-READS = Lane("memory_receiver_reads", receiver_reads=True, close_fences_receives=False)
-WRITES = Lane("memory_sender_writes", receiver_reads=False, close_fences_receives=False)
-
+from kv_transfer.transport.memory_network import MemoryNetwork, Message, Receive
 
 Told = TypeVar("Told")
-
-
-@dataclass(slots=True, eq=False)
-class _Receive:
-    session: MemorySession
-    tag: Tag
-    buffer: Bytes
-    done: Callable[[ReceiveOutcome], None]
-    open: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class _Message:
-    """`source` is the sender's own memory, read fragment by fragment; a copy for a small message."""
-
-    sender: MemorySession
-    tag: Tag
-    source: Bytes
-    done: Callable[[SendOutcome], None] | None
-    receive: _Receive | None = None
-    read_bytes: int = 0
-    landed_bytes: int = 0
-    wire: deque[Bytes] = field(default_factory=deque)
-
-
-class MemoryNetwork:
-    """Where transports of one test meet, and the script that harms them."""
-
-    def __init__(
-        self, lane: Lane = FENCED, eager_bytes: int = 8192, fragment_bytes: int = 64 * 1024, wire_fragments: int = 4
-    ) -> None:
-        self.lane = lane
-        self.eager_bytes = eager_bytes
-        self.fragment_bytes = fragment_bytes
-        self.wire_fragments = wire_fragments
-        self.listeners: dict[str, MemoryTransport] = {}
-        self.moving: list[_Message] = []
-        self._holds: dict[Tag, int] = {}
-        self._turn_scheduled = False
-        self._next_port = 1
-
-    def transport(self) -> MemoryTransport:
-        return MemoryTransport(self)
-
-    def hold(self, tag: Tag, after_bytes: int = 0) -> None:
-        """No more than this much of the message with this tag leaves its sender until `release`."""
-        self._holds[tag] = after_bytes
-
-    def release(self, tag: Tag) -> None:
-        del self._holds[tag]
-        self.wake()
-
-    def free_port(self) -> int:
-        self._next_port += 1
-        return self._next_port
-
-    def moves(self, session: MemorySession) -> bool:
-        """Whether bytes may still come to a session that is closed, or be read from its memory."""
-        return any(
-            (message.receive is not None and message.receive.session is session)
-            or (message.sender is session and not self.lane.close_fences_receives)
-            for message in self.moving
-        )
-
-    def wake(self) -> None:
-        if not self._turn_scheduled:
-            self._turn_scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
-
-    def _turn(self) -> None:
-        self._turn_scheduled = False
-        moved = [self._move(message) for message in list(self.moving)]
-        if any(moved):
-            self.wake()
-
-    def _move(self, message: _Message) -> bool:
-        """One fragment off the source, one off the wire."""
-        receive = message.receive
-        assert receive is not None
-        landed = self._land(message, receive)
-        read = self._read(message)
-        if message.landed_bytes == message.source.size and self._may_complete(message, receive):
-            self.moving.remove(message)
-            receive.session.complete(receive, _verdict(message, receive))
-            message.sender.settle()
-            return True
-        return landed or read
-
-    def _read(self, message: _Message) -> bool:
-        limit = min(message.source.size, self._holds.get(message.tag, message.source.size))
-        end = min(message.read_bytes + self.fragment_bytes, limit)
-        if end <= message.read_bytes or len(message.wire) >= self.wire_fragments or not self._source_moves(message):
-            return False
-        message.wire.append(message.source[message.read_bytes : end].copy())
-        message.read_bytes = end
-        if end == message.source.size:
-            message.sender.sent(message)
-        return True
-
-    def _land(self, message: _Message, receive: _Receive) -> bool:
-        if not message.wire or not self._sink_moves(receive):
-            return False
-        fragment = message.wire.popleft()
-        room = receive.buffer[message.landed_bytes : message.landed_bytes + fragment.size]
-        room[:] = fragment[: room.size]
-        message.landed_bytes += fragment.size
-        return True
-
-    def _source_moves(self, message: _Message) -> bool:
-        if self.lane.close_fences_receives:
-            receive = message.receive
-            assert receive is not None
-            return message.sender.running and receive.open and receive.session.running
-        return True
-
-    def _sink_moves(self, receive: _Receive) -> bool:
-        return receive.session.transport.running or not self.lane.close_fences_receives
-
-    def _may_complete(self, message: _Message, receive: _Receive) -> bool:
-        small = message.source.size <= self.eager_bytes
-        return self.lane.receiver_reads or small or not receive.open or message.sender.transport.running
-
-
-def _verdict(message: _Message, receive: _Receive) -> ReceiveOutcome:
-    if message.source.size > receive.buffer.size:
-        return ReceiveFailed(receive.tag, "message_truncated")
-    return Landed(receive.tag)
 
 
 class MemorySession:
@@ -193,8 +52,8 @@ class MemorySession:
         self.transport = transport
         self.peer: MemorySession | None = None
         self._lost: LostCallback | None = lost
-        self._receives: dict[Tag, _Receive] = {}
-        self._sends: list[_Message] = []
+        self._receives: dict[Tag, Receive] = {}
+        self._sends: list[Message] = []
         self._nonces: set[int] = set()
         self._late: set[Tag] = set()
         """Receives that failed on a lane whose endings prove nothing: nobody here knows whether bytes still land."""
@@ -217,7 +76,7 @@ class MemorySession:
     def post_receive(self, tag: Tag, buffer: Bytes, done: Callable[[ReceiveOutcome], None]) -> None:
         assert not self._closed, f"session {self.session:#x} is closed"
         assert tag not in self._receives, f"tag {tag:#x} is posted already"
-        self._receives[tag] = receive = _Receive(self, tag, buffer, done)
+        self._receives[tag] = receive = Receive(self, tag, buffer, done)
         self._nonces.add(tag >> NUMBER_BITS)
         self.transport.post(receive)
 
@@ -229,7 +88,7 @@ class MemorySession:
     def send(self, tag: Tag, buffer: Bytes, done: Callable[[SendOutcome], None]) -> None:
         assert not self._closed, f"session {self.session:#x} is closed"
         small = buffer.size <= self.transport.network.eager_bytes
-        message = _Message(self, tag, buffer.copy() if small else buffer, done)
+        message = Message(self, tag, buffer.copy() if small else buffer, done)
         self._sends.append(message)
         if self.peer is None or self.peer._closed:
             self._fail_send(message, "connection_reset")
@@ -258,7 +117,7 @@ class MemorySession:
         if lost is not None:
             self.transport.tell(lost, reason)
 
-    def complete(self, receive: _Receive, outcome: ReceiveOutcome) -> None:
+    def complete(self, receive: Receive, outcome: ReceiveOutcome) -> None:
         """Tell the owner, once."""
         if receive.open:
             receive.open = False
@@ -268,13 +127,13 @@ class MemorySession:
             self.transport.tell(receive.done, outcome)
         self.settle()
 
-    def sent(self, message: _Message) -> None:
+    def sent(self, message: Message) -> None:
         if message in self._sends:
             self._sends.remove(message)
             assert message.done is not None
             self.transport.tell(message.done, Sent(message.tag))
 
-    def _fail_send(self, message: _Message, reason: str) -> None:
+    def _fail_send(self, message: Message, reason: str) -> None:
         self._sends.remove(message)
         assert message.done is not None
         self.transport.tell(message.done, SendFailed(message.tag, reason))
@@ -316,8 +175,8 @@ class MemoryTransport:
         self.stray_messages = 0
         self._sessions: list[MemorySession] = []
         self._expected: dict[int, tuple[asyncio.Future[DataSession], LostCallback]] = {}
-        self._posted: dict[Tag, _Receive] = {}
-        self._unexpected: list[_Message] = []
+        self._posted: dict[Tag, Receive] = {}
+        self._unexpected: list[Message] = []
         self._untold: list[Callable[[], None]] = []
 
     @property
@@ -392,7 +251,7 @@ class MemoryTransport:
         for session in self._sessions:
             await session.close()
 
-    def post(self, receive: _Receive) -> None:
+    def post(self, receive: Receive) -> None:
         """A new receive: the oldest message that waits for this tag meets it, whoever sent it."""
         waiting = next((message for message in self._unexpected if message.tag == receive.tag), None)
         if waiting is None:
@@ -401,18 +260,18 @@ class MemoryTransport:
         self._unexpected.remove(waiting)
         self._match(waiting, receive)
 
-    def arrive(self, message: _Message) -> None:
+    def arrive(self, message: Message) -> None:
         receive = self._posted.pop(message.tag, None)
         if receive is None:
             self._unexpected.append(message)
         else:
             self._match(message, receive)
 
-    def withdraw(self, receive: _Receive) -> bool:
+    def withdraw(self, receive: Receive) -> bool:
         """False when it has met its message: then it cannot be withdrawn."""
         return self._posted.pop(receive.tag, None) is not None
 
-    def drop(self, message: _Message) -> None:
+    def drop(self, message: Message) -> None:
         """Its sender has given it up while it waited."""
         if message in self._unexpected:
             self._unexpected.remove(message)
@@ -431,7 +290,7 @@ class MemoryTransport:
         self.stray_messages += len(self._unexpected) - len(kept)
         self._unexpected = kept
 
-    def _match(self, message: _Message, receive: _Receive) -> None:
+    def _match(self, message: Message, receive: Receive) -> None:
         message.receive = receive
         if message.source.size <= self.network.eager_bytes:
             message.wire.append(np.array(message.source))

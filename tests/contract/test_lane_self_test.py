@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kv_transfer.transport.base import DataSession, Fenced, Transport, TransportError
-from kv_transfer.transport.memory import MemoryNetwork
+from kv_transfer.transport.memory import MemoryTransport
+from kv_transfer.transport.memory_network import MemoryNetwork
 from kv_transfer.transport.self_test import measure_lane
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_environment import ucx_environment
@@ -29,7 +30,7 @@ async def pair(
     transports: list[Transport]
     if request.param == "memory":
         network = MemoryNetwork()
-        transports = [network.transport(), network.transport()]
+        transports = [MemoryTransport(network), MemoryTransport(network)]
     else:
         for name, value in ucx_environment(request.param).items():
             monkeypatch.setenv(name, value)
@@ -74,7 +75,7 @@ class SlowNetwork(MemoryNetwork):
 async def test_f14_a_slow_link_is_measured_in_seconds_instead_of_failing_its_test() -> None:
     """64 MiB each way, as on a quick link, would take 8 s each."""
     network = SlowNetwork(fragment_bytes=64 * 1024)
-    decode, prefill = network.transport(), network.transport()
+    decode, prefill = MemoryTransport(network), MemoryTransport(network)
     expected = prefill.expect(3, lambda reason: None)
     dialled = await decode.dial(await prefill.listen("127.0.0.1", 0), 3, lambda reason: None, 5.0)
     long_slots = [np.zeros(8 << 20, np.uint8) for _ in range(2)]

@@ -27,7 +27,7 @@ from kv_transfer.transport.base import (
     TransportError,
     credit_tag,
 )
-from kv_transfer.transport.memory import FENCED, READS, WRITES
+from kv_transfer.transport.memory_network import FENCED, READS, WRITES
 from kv_transfer.transport.self_test import measure_lane
 
 NONCE = SessionNonce(0xABCDE12345)

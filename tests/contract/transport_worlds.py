@@ -17,7 +17,8 @@ import numpy as np
 from far_side_process import pattern
 
 from kv_transfer.transport.base import Bytes, DataSession, Lane, Tag, Transport
-from kv_transfer.transport.memory import MemoryNetwork
+from kv_transfer.transport.memory import MemoryTransport
+from kv_transfer.transport.memory_network import MemoryNetwork
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_environment import ucx_environment
 
@@ -62,8 +63,8 @@ class MemoryWorld:
         self.lane_names = frozenset({lane.name})
         self.large_bytes = 1 << 20
         self.network = MemoryNetwork(lane)
-        self.near: Transport = self.network.transport()
-        self._far = self.network.transport()
+        self.near: Transport = MemoryTransport(self.network)
+        self._far = MemoryTransport(self.network)
         self._sessions: dict[int, asyncio.Future[DataSession]] = {}
         self._outcomes: dict[Tag, asyncio.Future[str]] = {}
 
@@ -114,7 +115,7 @@ class MemoryWorld:
 
     async def restart(self) -> None:
         assert not self._far.alive
-        self._far = self.network.transport()
+        self._far = MemoryTransport(self.network)
         self._sessions.clear()
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 from unittest.mock import patch
@@ -36,7 +37,8 @@ from kv_transfer.pool_copy import KvPool
 from kv_transfer.port import BeginTransfer, PrefillRequest, SettledToken, TransferAccount
 from kv_transfer.prefill_driver import PrefillDriver
 from kv_transfer.transport.base import Lane, Transport, TransportError
-from kv_transfer.transport.memory import FENCED, MemoryNetwork
+from kv_transfer.transport.memory import MemoryTransport
+from kv_transfer.transport.memory_network import FENCED, MemoryNetwork
 from kv_transfer.transport.ucx_environment import apply_ucx_environment, ucx_environment
 
 FINGERPRINT = Fingerprint("w1", "llama", "tok", 1000, "float32", "none", "rope", 1)
@@ -410,7 +412,7 @@ async def driver_pair(
     decode_faults: Faults | None = None,
     prefill_faults: Faults | None = None,
 ) -> AsyncIterator[Pair]:
-    open_transport = use_ucx if ucx else MemoryNetwork(lane).transport
+    open_transport = use_ucx if ucx else partial(MemoryTransport, MemoryNetwork(lane))
     near, far = open_transport(), open_transport()
     data_address = await far.listen("127.0.0.1", 0)
     decode_identity = NodeIdentity(NodeId("d0"), Incarnation(secrets.randbits(64)), decode_fingerprint, 0.5)

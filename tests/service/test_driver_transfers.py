@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from kv_transfer.control_stream import METHOD
 from kv_transfer.faults import Faults
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.protocol.peer import PeerState
-from kv_transfer.transport.memory import WRITES
+from kv_transfer.transport.memory_network import WRITES
 
 pytestmark = pytest.mark.sockets
 
@@ -300,7 +300,8 @@ async def test_a_node_that_closes_while_it_copies_tells_its_engine_how_the_trans
     async with pairing() as pair:
         transfer = pair.begin(TOKENS)
         await until(begun.is_set)
-        ended_here, ended_there = pair.decode_engine.outcomes, pair.prefill_engine.released_reasons
+        ended_here: Container[TransferId] = pair.decode_engine.outcomes
+        ended_there: Container[TransferId] = pair.prefill_engine.released_reasons
         if side == "prefill":
             ended_here, ended_there = ended_there, ended_here
         closing = asyncio.create_task(pair.decode.close() if side == "decode" else pair.prefill.close())

@@ -32,7 +32,8 @@ from kv_transfer.transport.base import (
     Tag,
     TransportError,
 )
-from kv_transfer.transport.memory import MemoryNetwork, MemorySession, MemoryTransport, _Message, _Receive
+from kv_transfer.transport.memory import MemorySession, MemoryTransport
+from kv_transfer.transport.memory_network import MemoryNetwork, Message, Receive
 
 TURN_S = 0.002
 LONGEST_CLOSING_S = 0.02
@@ -72,7 +73,7 @@ class SimulatedLanes(MemoryNetwork):
         if any(moved):
             self.wake()
 
-    def _move_over_link(self, message: _Message) -> bool:
+    def _move_over_link(self, message: Message) -> bool:
         assert message.receive is not None
         link, now_s = self.link(message.sender, message.receive.session), self.wires.loop.now_s
         if link.cut and self.lane.close_fences_receives:
@@ -84,7 +85,7 @@ class SimulatedLanes(MemoryNetwork):
         link.data_free_s = now_s + link.slow_s
         return True
 
-    def _land(self, message: _Message, receive: _Receive) -> bool:
+    def _land(self, message: Message, receive: Receive) -> bool:
         if message.wire and self._sink_moves(receive):
             transport = receive.session.transport
             assert isinstance(transport, SimulatedTransport)

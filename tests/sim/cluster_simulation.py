@@ -39,7 +39,7 @@ from foundation.registry_entry import Role
 from kv_transfer.decode_driver import DecodeDriver
 from kv_transfer.driver import TransferLimits
 from kv_transfer.prefill_driver import PrefillDriver
-from kv_transfer.transport.memory import FENCED, READS
+from kv_transfer.transport.memory_network import FENCED, READS
 from router.clients import LinkTiming
 from router.fleet import Fleet
 from router.placement import Disaggregate
