@@ -66,12 +66,16 @@ async def pair(nodes: dict[str, NodeProcess], keys: MasterKeys) -> AsyncIterator
         await all_blocks_are_back(node, BLOCKS)
 
 
-async def moved_bytes(pair: Pair, decode: str, before: tuple[Metrics, Metrics]) -> tuple[float, float]:
-    """Payload bytes that left P and that landed on D since `before`."""
-    name = "kv_transfer_bytes_total"
-    after = (await pair.metrics("p"), await pair.metrics(decode))
-    sent, landed = (now.value(name) - then.value(name) for now, then in zip(after, before, strict=True))
-    return sent, landed
+async def exactly_moved(pair: Pair, decode: str, before: tuple[Metrics, Metrics], expected: int) -> None:
+    """So many payload bytes have landed on D since `before`, and have left P, which may hear of it after D has answered."""
+    name, (p, d) = "kv_transfer_bytes_total", before
+    assert (await pair.metrics(decode)).value(name) - d.value(name) == expected
+
+    async def sent() -> bool:
+        return (await pair.metrics("p")).value(name) - p.value(name) >= expected
+
+    await eventually(sent, 10, f"{expected} bytes have left the prefill node")
+    assert (await pair.metrics("p")).value(name) - p.value(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,8 +96,7 @@ async def test_f19_only_what_the_decode_node_lacks_travels_to_the_byte(
     assert answer.account.cached + answer.account.transferred + answer.account.computed == length
     lacked = length - 16 * held_by_decode
     assert answer.account.transferred == lacked
-    expected = lacked * TOY_LAYOUT.token_bytes
-    assert await moved_bytes(pair, "d", before) == (expected, expected)
+    await exactly_moved(pair, "d", before, lacked * TOY_LAYOUT.token_bytes)
 
 
 @pytest.mark.parametrize("length", [16, 17, 64])
@@ -107,8 +110,7 @@ async def test_f19_what_the_prefill_node_holds_is_not_computed_again(pair: Pair,
         after = await pair.metrics("p")
         found = after.value("prefix_cached_tokens_total") - before[0].value("prefix_cached_tokens_total")
         assert found == cached_on_prefill
-        whole = length * TOY_LAYOUT.token_bytes
-        assert await moved_bytes(pair, "forgetful", before) == (whole, whole)
+        await exactly_moved(pair, "forgetful", before, length * TOY_LAYOUT.token_bytes)
 
 
 async def test_many_transfers_at_once_are_each_answered_with_their_own_tokens(pair: Pair) -> None:
@@ -239,10 +241,8 @@ async def test_f18_without_a_good_ticket_nothing_is_given_and_the_prompt_is_comp
 async def test_f27_without_a_prefill_node_that_answers_the_decode_node_serves_alone(pair: Pair) -> None:
     prompt, request_id = toy_prompt(40, seed=11), new_request_id()
     gone = node_pb2.PrefillChoice(node_id="gone", control_address="127.0.0.1:1", ticket=b"x")
-    begun = asyncio.get_running_loop().time()
-    answer = await pair.routers["d"].submit(prompt, greedy(4), choices=[gone], request_id=request_id).end(20)
+    answer = await pair.routers["d"].submit(prompt, greedy(4), choices=[gone], request_id=request_id).end(4)
     assert answer.tokens == toy_answer(prompt, 4)
-    assert asyncio.get_running_loop().time() - begun < 4
     assert answer.account is not None
     assert answer.account.computed == 40
 
