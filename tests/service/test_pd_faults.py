@@ -29,9 +29,10 @@ SLOT_BYTES = 4096
 LENGTH = 160
 PARCELS = len(cut_parcels(0, LENGTH, POOL_LAYOUT, POOL_LAYOUT, SLOT_BYTES))
 PARCEL_TOKENS = LENGTH // PARCELS
-SILENCE_LIMIT_S = 2.0
-GIVEN_UP_WITHIN_S = 10.0
-"""After the silence limit, on a machine that keeps processes waiting; a lease would be over after 30 s."""
+SILENCE_LIMIT_S = 5.0
+"""Long enough that a node which is kept waiting for a moment is not given up: what has landed is counted to the byte."""
+GIVEN_UP_WITHIN_S = SILENCE_LIMIT_S + 10.0
+"""On a machine that keeps processes waiting; a lease would be over after 30 s."""
 HALF = PARCELS // 2
 KILLED_AFTER = {"kill_first": 1, "kill_half": HALF, "kill_last": PARCELS - 1, "kill_then_next": HALF}
 """How many parcels have landed when the test kills the prefill node, which holds the ones after it."""
@@ -70,7 +71,7 @@ class Cluster:
     def start(self, name: str) -> NodeProcess:
         role = "decode" if name in ("d", "d_killed") else "prefill"
         model = self._folder / ("other" if name == "other" else "toy")
-        options = (*SMALL, *UNLIKE) if name == "unlike" else SMALL
+        options = (*SMALL, f"--silence-limit-s={SILENCE_LIMIT_S}", *(UNLIKE if name == "unlike" else ()))
         ports = self.nodes["kill_first"].ports if name == "restarted" else None
         faults, key_file = FAULTS.get(name, ""), self._folder / "key"
         self.nodes[name] = start_node(
@@ -100,7 +101,7 @@ class Cluster:
 
         await eventually(landed, 20, f"{parcels} parcels landed")
         self.nodes[name].send(signal.SIGKILL)
-        assert await self.nodes[name].exit_code(5) == -signal.SIGKILL
+        assert await self.nodes[name].exit_code(60) == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +219,12 @@ async def test_a_flipped_byte_is_noticed_counted_and_recomputed(cluster: Cluster
 async def test_f10_a_client_that_leaves_while_its_kv_travels_frees_both_nodes(cluster: Cluster) -> None:
     async with cluster.attached("hold") as pair:
         hold = cluster.nodes["hold"]
-        request_id = new_request_id()
+        request_id, name = new_request_id(), "kv_transfer_bytes_total"
+        before = (await hold.metrics()).value(name)
         answer = pair.submit(toy_prompt(LENGTH, seed=80), greedy(8), prefill=("hold",), request_id=request_id)
 
         async def three_parcels_left() -> bool:
-            sent = (await hold.metrics()).value("kv_transfer_bytes_total")
+            sent = (await hold.metrics()).value(name) - before
             return sent == 3 * PARCEL_TOKENS * TOY_LAYOUT.token_bytes
 
         await eventually(three_parcels_left, 20, "three parcels sent and the fourth held")
@@ -274,11 +276,14 @@ async def test_the_data_plane_is_a_connection_of_its_own(cluster: Cluster) -> No
         assert answer.account is not None
         assert answer.account.transferred == 100
         d, p = cluster.nodes["d"], cluster.nodes["p"]
-        between = [ends for ends in connections(d) if ends[::-1] in connections(p)]
-        remote_ports = [remote for _, remote in between]
-        assert remote_ports.count(p.ports.control) == 1
-        assert remote_ports.count(p.ports.data) == 1
-        assert len(between) > 2, "greeting and control only: no connection of UCX"
+
+        async def each_has_its_own() -> bool:  # those of an earlier session may be closing
+            between = [ends for ends in connections(d) if ends[::-1] in connections(p)]
+            remote_ports = [remote for _, remote in between]
+            once = all(remote_ports.count(port) == 1 for port in (p.ports.control, p.ports.data))
+            return once and len(between) > 2
+
+        await eventually(each_has_its_own, 10, "one connection for control, one for greeting, and at least one of UCX")
         assert '"lane": "tcp"' in d.log()
 
 
@@ -299,7 +304,7 @@ async def test_f04_a_decode_node_killed_while_its_kv_arrives_leaves_nothing_on_t
     async with cluster.attached("d_killed", "p") as pair:
         before = await cluster.nodes["p"].metrics()
         pair.submit(prompt, greedy(8), decode="d_killed")
-        assert await cluster.nodes["d_killed"].exit_code(10) == -signal.SIGKILL
+        assert await cluster.nodes["d_killed"].exit_code(60) == -signal.SIGKILL
         await all_blocks_are_back(cluster.nodes["p"], BLOCKS, within_s=SILENCE_LIMIT_S + 1)
         answer = await pair.submit(prompt, greedy(8)).end(20)
         assert answer.tokens == toy_answer(prompt, 8)
@@ -318,13 +323,15 @@ async def test_f23_a_prefill_node_that_drains_ends_its_transfers_and_refuses_new
             assert (await answer.end(20)).tokens == toy_answer(prompt, 8), answer.failure
         late = toy_prompt(40, seed=130)
         assert (await pair.submit(late, greedy(5), prefill=("unlike",)).end(20)).tokens == toy_answer(late, 5)
-        assert await drained.exit_code(10) == 0
+        assert await drained.exit_code(60) == 0
 
 
 async def test_f22_a_prefill_node_restarted_under_its_address_is_used_again_and_its_old_tickets_are_not(
     cluster: Cluster,
 ) -> None:
-    assert cluster.nodes["kill_first"].process.poll() == -signal.SIGKILL
+    killed = cluster.nodes.get("kill_first") or cluster.start("kill_first")
+    killed.send(signal.SIGKILL)  # unless a test before this one has done it
+    assert await killed.exit_code(60) == -signal.SIGKILL
     async with cluster.attached("restarted") as pair:
         assert cluster.nodes["restarted"].name == cluster.nodes["kill_first"].name
         prompt = toy_prompt(60, seed=141)
