@@ -24,6 +24,8 @@ from foundation.keys import draw_master_keys, write_key_file
 pytestmark = pytest.mark.sockets
 
 BLOCKS = 200
+TRIES = 5
+"""Where the machine keeps this process waiting, what is to be met under way may be over, and is begun again."""
 SMALL = (f"--num-gpu-blocks-override={BLOCKS}", "--max-num-seqs=8", "--max-num-batched-tokens=64")
 
 
@@ -160,13 +162,17 @@ async def test_what_can_never_be_served_is_refused_by_name_and_for_good(
 
 
 async def test_beyond_its_limit_a_node_refuses_with_a_retry_hint(node: NodeProcess, router: RouterClient) -> None:
-    answers = [router.submit(toy_prompt(8, seed=number), greedy(200)) for number in range(100)]
-    ended = [await answer.end(60) for answer in answers]
-    refused = [answer for answer in ended if answer.failure == "overloaded"]
-    assert 0 < len(refused) <= 100 - 8 * 8, "fewer where some had ended before all had come"
-    assert not any(answer.failure for answer in ended[: 8 * 8])
-    assert all(answer.retryable and answer.retry_after_ms > 0 for answer in refused)
-    assert all(len(answer.tokens) == 200 for answer in ended if not answer.failure)
+    for _ in range(TRIES):
+        answers = [router.submit(toy_prompt(8, seed=number), greedy(200)) for number in range(100)]
+        ended = [await answer.end(60) for answer in answers]
+        refused = [answer for answer in ended if answer.failure == "overloaded"]
+        assert len(refused) <= 100 - 8 * 8, "fewer where some had ended before all had come"
+        assert not any(answer.failure for answer in ended[: 8 * 8])
+        assert all(answer.retryable and answer.retry_after_ms > 0 for answer in refused)
+        assert all(len(answer.tokens) == 200 for answer in ended if not answer.failure)
+        if refused:
+            return
+    raise AssertionError("no request came while as many as may be were there")
 
 
 async def test_metrics_count_what_was_served(node: NodeProcess, router: RouterClient) -> None:
@@ -186,50 +192,67 @@ async def test_metrics_count_what_was_served(node: NodeProcess, router: RouterCl
 
 
 async def test_f23_a_drained_node_refuses_new_work_ends_what_runs_and_exits_cleanly(folder: Path) -> None:
-    node = start_toy(folder)
-    try:
-        await until_ready(node)
-        async with attached(node.control_address) as router:
-            running = router.submit(prompt := toy_prompt(50, seed=10), greedy(700))
-            long_id = new_request_id()
-            long = router.submit(toy_prompt(50, seed=11), greedy(2200), request_id=long_id)
-            for answer in (running, long):
-                await answer.has_tokens(2)
-            node.send(signal.SIGTERM)
+    for _ in range(TRIES):
+        node = start_toy(folder)
+        try:
+            await until_ready(node)
+            if await drained_in_mid_stream(node):
+                return
+        finally:
+            node.end()
+    raise AssertionError("every answer was over before the node was seen to drain")
 
-            async def draining() -> bool:
-                return (await node.health()) == (503, ["draining"])
 
-            await eventually(draining, 5, "readiness is 503 and says draining")
-            assert (await asyncio.to_thread(node.get, "/live"))[0] == 200
-            refused = await router.submit([1, 2, 3], greedy(4)).end(5)
-            assert (refused.failure, refused.retryable) == ("draining", True)
-            assert refused.retry_after_ms > 0
+async def drained_in_mid_stream(node: NodeProcess) -> bool:
+    """False where the longer of two answers was over before all had been looked at."""
+    async with attached(node.control_address) as router:
+        running = router.submit(prompt := toy_prompt(50, seed=10), greedy(700))
+        long_id = new_request_id()
+        long = router.submit(toy_prompt(50, seed=11), greedy(2200), request_id=long_id)
+        for answer in (running, long):
+            await answer.has_tokens(2)
+        node.send(signal.SIGTERM)
 
-            async def routers_know() -> bool:
-                return router.status.draining
+        async def draining() -> bool:
+            return router.status.draining or long.ended.is_set()
 
-            await eventually(routers_know, 5, "the router was told")
-            assert not long.ended.is_set()
-            assert (await running.end(30)).tokens == toy_answer(prompt, 700)
-            router.cancel(long_id)
-            assert await node.exit_code(20) == 0
-    finally:
-        node.end()
+        await eventually(draining, 5, "the router was told")
+        health = await node.health()
+        live, _ = await asyncio.to_thread(node.get, "/live")
+        refused = router.submit([1, 2, 3], greedy(4))
+
+        async def answered() -> bool:
+            return refused.ended.is_set() or router.stream_ended.is_set()
+
+        await eventually(answered, 5, "new work is answered")
+        if long.ended.is_set():
+            assert (long.failure, len(long.tokens)) == ("", 2200)
+            return False
+        assert (health, live) == ((503, ["draining"]), 200)
+        assert (refused.failure, refused.retryable) == ("draining", True)
+        assert refused.retry_after_ms > 0
+        assert (await running.end(30)).tokens == toy_answer(prompt, 700)
+        router.cancel(long_id)
+        assert await node.exit_code(60) == 0
+        return True
 
 
 async def test_f23_work_that_outlasts_the_grace_period_is_given_up(folder: Path) -> None:
-    node = start_toy(folder, "--drain-grace-s=3")
-    try:
-        await until_ready(node)
-        async with attached(node.control_address) as router:
-            running = router.submit(toy_prompt(50, seed=10), greedy(4000))
-            await running.has_tokens(2)
-            node.send(signal.SIGTERM)
-            assert await node.exit_code(20) == 0
-        assert "drain grace is over" in node.log()
-    finally:
-        node.end()
+    for _ in range(TRIES):
+        node = start_toy(folder, "--drain-grace-s=1")
+        try:
+            await until_ready(node)
+            async with attached(node.control_address) as router:
+                running = router.submit(toy_prompt(50, seed=10), greedy(4000))
+                await running.has_tokens(2)
+                node.send(signal.SIGTERM)
+                assert await node.exit_code(60) == 0
+            if "drain grace is over" in node.log():
+                return
+            assert len(running.tokens) > 3000, "it was whole before the grace was over"
+        finally:
+            node.end()
+    raise AssertionError("every answer was over before the grace")
 
 
 @pytest.mark.parametrize("setting", ["control-port", "http-port", "data-port"])
