@@ -22,7 +22,8 @@ pytestmark = pytest.mark.sockets
 
 ROUNDS = 3
 LISTENING = "0A"
-LONGEST_STANDSTILL_S = 2.0
+LONGEST_STANDSTILL_S = 10.0
+"""This process may itself be kept waiting; a connect that blocks waits for minutes."""
 
 
 @pytest.fixture
@@ -108,6 +109,6 @@ async def test_f25_a_peer_whose_ucx_is_out_of_reach_is_given_up_without_a_stands
             dialling = asyncio.create_task(dial_in_vain(near, address, reason))
             assert await longest_standstill_s(dialling) < LONGEST_STANDSTILL_S
             await dialling
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while open_sockets() > before:
                     await asyncio.sleep(0.01)

@@ -130,6 +130,5 @@ async def test_f25_a_stuck_engine_thread_is_named_with_its_age_while_liveness_st
 
     node.runner.gate.set()
     async with asyncio.timeout(WAIT_S):
-        while (await node.get("/health"))[0] != 200:
+        while (await node.get("/health"))[0] != 200 or await node.serving("readiness") != SERVING:
             await asyncio.sleep(0.02)
-    assert await node.serving("readiness") == SERVING

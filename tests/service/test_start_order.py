@@ -100,7 +100,8 @@ async def test_f22_a_router_may_be_restarted_again_and_again_and_its_nodes_find_
     task = asyncio.create_task(announcing.run())
     try:
         for life in range(1, 5):
-            async with router_with(folder, grpc_port=port) as router:
+            # A silence would have it come twice in one life.
+            async with router_with(folder, grpc_port=port, silence_limit_s=10.0) as router:
                 await until(partial(_is_ready, router))
                 body = {"model": "tiny-model", "prompt": "x", "max_tokens": 2}
                 assert (await router.post("/v1/completions", body))[0] == 200
