@@ -7,6 +7,7 @@ never stop; each harm proves that it took effect, and no client may see an error
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import signal
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import openai
@@ -36,6 +38,8 @@ from compose_project import (
     tell,
     usable,
 )
+from compose_prometheus import IMAGE as PROMETHEUS
+from compose_prometheus import Prometheus, build_image, panels
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from references import all_references, near_tie_or_none
@@ -57,6 +61,16 @@ QUESTIONS, STREAMS, ANSWERS_AFTERWARDS = 12, 4, 6
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 NODES = {*PREFILL, *DECODE}
 FAULTS = "tests/compose/faults.yml"
+OBSERVABILITY = "deploy/compose/observability.yml"
+SEEN = {f"router{number}:8000" for number in ("", "-1")} | {f"{node}:7102" for node in NODES}
+"""What Prometheus scrapes, as it names them."""
+ONLY_IN_TROUBLE = {
+    "KV transfer: Failures, by reason",
+    "Fallbacks and placement: Prompts computed by decode nodes, by reason",
+    "Trouble: Not ready, for how long",
+    "Trouble: Changed nothing, by reason",
+}
+"""Panels that show nothing while all is well."""
 ANSWER_LIMIT_S = 120.0
 
 
@@ -64,13 +78,15 @@ class Deployed(Project):
     """The project with its two routers as clients see them."""
 
     def __init__(self, engine: Engine, model: ServedModel) -> None:
-        http, grpc_port, http_1, grpc_1 = free_ports(4)
+        http, grpc_port, http_1, grpc_1, prometheus = free_ports(5)
         self.http = {"router": f"http://127.0.0.1:{http}", "router-1": f"http://127.0.0.1:{http_1}"}
         self.grpc = {"router": f"127.0.0.1:{grpc_port}", "router-1": f"127.0.0.1:{grpc_1}"}
         ports = {"HTTP_PORT": http, "GRPC_PORT": grpc_port, "HTTP_PORT_1": http_1, "GRPC_PORT_1": grpc_1}
         environment = {name: str(port) for name, port in ports.items()}
         environment |= {"COMPOSE_PROFILES": "cpu,two-routers", "DTYPE": "float32", "KV_CACHE_MEMORY": "192MiB"}
         environment |= {"SILENCE_LIMIT": str(SILENCE_LIMIT_S)}
+        environment |= {"PROMETHEUS_IMAGE": PROMETHEUS, "PROMETHEUS_PORT": str(prometheus)}
+        self.prometheus = Prometheus(prometheus)
         if model.kind != "real":  # which the service `model` makes
             folder = model.folder
             folder.parent.chmod(0o755)  # so that the containers' user may look into it
@@ -270,6 +286,64 @@ async def test_f26_every_pair_says_which_lane_it_took_and_how_fast_it_is(deploye
     await all_is_well(load)
 
 
+async def test_prometheus_finds_every_process_by_name_and_its_rules_evaluate(deployed: Deployed) -> None:
+    begun = time.monotonic()
+    await asyncio.to_thread(build_image, deployed.engine)
+    await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prometheus", also=[OBSERVABILITY])
+    await all_scraped(deployed)
+    rules: list[dict[str, Any]] = []
+
+    async def evaluated() -> bool:
+        rules[:] = await asyncio.to_thread(deployed.prometheus.rules)
+        return all(rule["health"] != "unknown" for rule in rules)
+
+    await condition(evaluated, WHOLE_LIMIT_S, lambda: f"every rule is evaluated: {rules}")
+    assert len(rules) > 20
+    assert [rule for rule in rules if rule["health"] != "ok"] == []
+    tell(
+        f"Prometheus has scraped all and evaluated its rules {time.monotonic() - begun:.0f} s after its image was begun"
+    )
+
+
+async def all_scraped(deployed: Deployed) -> None:
+    found: dict[str, str] = {}
+
+    async def scraped() -> bool:
+        with contextlib.suppress(OSError):  # it has only just been started
+            found.clear()
+            found.update(await asyncio.to_thread(deployed.prometheus.targets))
+        return found == dict.fromkeys(SEEN, "up")
+
+    await condition(scraped, WHOLE_LIMIT_S, lambda: f"every target is up: {found}\n{deployed.logs('prometheus', 15)}")
+
+
+async def alerted(deployed: Deployed, *wanted: tuple[str, str]) -> float:
+    """Seconds until Prometheus has noticed, by alert and `instance`: what must hold for a while before it fires is pending."""
+    found: set[tuple[str, str]] = set()
+
+    async def noticed() -> bool:
+        found.update(await asyncio.to_thread(deployed.prometheus.alerts))
+        return found >= set(wanted)
+
+    return await condition(noticed, WHOLE_LIMIT_S, lambda: f"alerts {wanted}; so far {found}")
+
+
+async def test_f25_a_process_that_hangs_is_down_by_name(deployed: Deployed, load: Load) -> None:
+    """The second router, so that no client of the first one waits."""
+    container = deployed.container("router-1")
+    await asyncio.to_thread(deployed.engine.docker, "pause", container)
+    try:
+        seconds = await alerted(deployed, ("DecantProcessDown", "router-1:8000"))
+        down = await asyncio.to_thread(deployed.prometheus.query, 'up{job="decant-router"} == 0')
+        assert [json.loads(labels)["instance"] for labels in down] == ["router-1:8000"]
+    finally:
+        await asyncio.to_thread(deployed.engine.docker, "unpause", container)
+    tell(f"a process that hangs is down after {seconds:.0f} s")
+    await all_scraped(deployed)
+    await deployed.whole()
+    await all_is_well(load)
+
+
 async def test_f01_a_prefill_node_killed_in_mid_transfer_costs_nobody_anything(deployed: Deployed, load: Load) -> None:
     failed_before = await transfers_failed(deployed)
     await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prefill-0", also=[FAULTS])
@@ -287,6 +361,7 @@ async def test_f01_a_prefill_node_killed_in_mid_transfer_costs_nobody_anything(d
         return await transfers_failed(deployed) > failed_before
 
     await condition(noticed, 30 + SILENCE_LIMIT_S, "a decode node counts the transfer that failed")
+    await shows(deployed, "KV transfer: Failures, by reason")
     await all_is_well(load)
     await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prefill-0")
     await deployed.whole()
@@ -364,6 +439,7 @@ async def test_f27_without_prefill_nodes_decode_nodes_serve_alone_until_they_are
 ) -> None:
     before = await computed_locally(deployed)
     containers = [deployed.container(name) for name in PREFILL]
+    await usual_known(deployed)
     await asyncio.to_thread(deployed.engine.docker, "kill", *containers)
 
     async def alone() -> bool:
@@ -371,10 +447,23 @@ async def test_f27_without_prefill_nodes_decode_nodes_serve_alone_until_they_are
 
     await condition(alone, WHOLE_LIMIT_S, "a decode node computes prompts itself, and says so")
     await all_is_well(load)
+    await shows(deployed, "Fallbacks and placement: Prompts computed by decode nodes, by reason")
+    routers = [("DecantNoPrefillNode", instance) for instance in ("router:8000", "router-1:8000")]
+    more_s = await alerted(deployed, ("DecantProcessesMissing", ""), *routers)
+    tell(f"an alert that no prefill node is left was pending {more_s:.0f} s after clients had noticed nothing")
     await asyncio.to_thread(deployed.engine.docker, "start", *containers)
     await deployed.whole()
     await receives_kv(deployed, "decode-0")
     await all_is_well(load)
+
+
+async def usual_known(deployed: Deployed) -> None:
+    usual = 'quantile_over_time(0.5, sum by (job) (up{job="decant-prefill"})[1h:1m])'
+
+    async def known() -> bool:
+        return bool(await asyncio.to_thread(deployed.prometheus.query, usual))
+
+    await condition(known, WHOLE_LIMIT_S, "Prometheus knows how many prefill nodes are usual")
 
 
 async def computed_locally(deployed: Deployed) -> float:
@@ -493,6 +582,37 @@ async def test_one_of_two_routers_is_restarted_its_streams_end_first_and_the_oth
     await all_is_well(load)
 
 
+async def test_every_panel_and_rule_can_be_evaluated_and_panels_have_data_under_load(
+    deployed: Deployed, load: Load
+) -> None:
+    begun = time.monotonic()
+    for rule in await asyncio.to_thread(deployed.prometheus.rules):
+        assert (rule["health"], rule.get("lastError", "")) == ("ok", ""), rule
+    all_panels = panels()
+    for title in ONLY_IN_TROUBLE:
+        for query in all_panels.pop(title):
+            await asyncio.to_thread(deployed.prometheus.query, query)
+    empty = list(all_panels)
+
+    async def all_shown() -> bool:
+        empty[:] = [title for title in empty if not await shown(deployed, all_panels[title])]
+        return not empty
+
+    await condition(all_shown, WHOLE_LIMIT_S, lambda: f"data in {empty}")
+    tell(f"{len(all_panels)} panels had data within {time.monotonic() - begun:.0f} s")
+    await all_is_well(load)
+
+
+async def shown(deployed: Deployed, queries: tuple[str, ...]) -> bool:
+    return all([await asyncio.to_thread(deployed.prometheus.query, query) for query in queries])
+
+
+async def shows(deployed: Deployed, title: str) -> None:
+    """What happened some moments ago is seen in the dashboard."""
+    queries = panels(rate_interval="10m")[title]
+    await condition(lambda: shown(deployed, queries), WHOLE_LIMIT_S, f"data in {title}")
+
+
 async def test_at_the_end_nothing_is_held_and_no_answer_was_wrong(deployed: Deployed, load: Load) -> None:
     await load.stop()
     verdict = load.verdict
@@ -517,10 +637,11 @@ async def test_at_the_end_nothing_is_held_and_no_answer_was_wrong(deployed: Depl
 
 
 async def test_down_leaves_only_the_volumes_and_with_them_nothing(deployed: Deployed) -> None:
-    deployed.compose("down")
+    deployed.compose("down", also=[OBSERVABILITY])
     docker = deployed.engine.docker
     assert docker("ps", "-aq") == ""
     assert set(docker("network", "ls", "--format", "{{.Name}}").split()) == {"bridge", "host", "none"}
-    assert set(docker("volume", "ls", "-q").split()) <= {"decant_keys", "decant_models"}
-    deployed.compose("down", "--volumes")
+    volumes = {f"decant_{name}" for name in ("keys", "models", "prometheus", "grafana")}
+    assert set(docker("volume", "ls", "-q").split()) <= volumes
+    deployed.compose("down", "--volumes", also=[OBSERVABILITY])
     assert docker("volume", "ls", "-q") == ""
