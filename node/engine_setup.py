@@ -25,7 +25,8 @@ from engine.graphs.select import GraphStatistics
 from engine.kv_cache.storage import KvStorage
 from engine.loop import Engine
 from engine.model.config import read_model_config
-from engine.step import Runner, SamplingRows, StepPlan
+from engine.step import Runner, StepPlan
+from engine.trial_steps import trial_step
 from foundation.log import get_logger
 from foundation.model_folder import resolve_model_folder, served_model_name
 from foundation.registry_entry import Role
@@ -163,26 +164,5 @@ def _seconds_of_a_prefill(runner: Runner, config: EngineConfig, number: int, tok
 
 def _one_prefill(config: EngineConfig, number: int, tokens: int) -> StepPlan:
     """One row of `tokens` tokens in the pool's first blocks, which nobody owns yet."""
-    blocks = -(-tokens // config.block_size)
-    one = np.ones(1, np.int32)
-    return StepPlan(
-        number=number,
-        token_ids=np.zeros(tokens, np.int64),
-        feedback=np.full(tokens, -1, np.int32),
-        positions=np.arange(tokens, dtype=np.int64),
-        slot_mapping=np.arange(tokens, dtype=np.int64),
-        query_start=np.array([0, tokens], np.int32),
-        context_lengths=tokens * one,
-        block_tables=np.arange(blocks, dtype=np.int32)[None, :],
-        sample_tokens=(tokens - 1) * one,
-        sampling=SamplingRows(
-            temperature=np.zeros(1, np.float32),
-            top_k=0 * one,
-            top_p=np.ones(1, np.float32),
-            min_p=np.zeros(1, np.float32),
-            seed=np.zeros(1, np.uint64),
-            choice_index=0 * one,
-            position=np.array([tokens], np.int64),
-            logprobs=-one,
-        ),
-    )
+    blocks = np.arange(-(-tokens // config.block_size), dtype=np.int32)
+    return trial_step(number, [tokens], [tokens], blocks[None, :], config.block_size)

@@ -16,7 +16,8 @@ from bench.gpu.parts import BLOCK_SIZE, Figures
 from engine.build_device import PIECEWISE_SIZES, DeviceEngineParts
 from engine.executor.device_runner import leading_decodes
 from engine.graphs.select import Choice, Mode, Reason, StepDescriptor, decode_buckets
-from engine.step import SamplingRows, StepPlan
+from engine.step import StepPlan
+from engine.trial_steps import trial_step_in_one_block
 
 STEPS = 300
 MOST_DECODES, MOST_CHUNK, MOST_CONTEXT = 128, 600, 2048
@@ -84,32 +85,5 @@ def mixed_plans(parts: DeviceEngineParts, seed: int = 0) -> list[StepPlan]:
             chunk = int(generator.integers(2, MOST_CHUNK + 1))
             counts.append(chunk)
             contexts.append(chunk + int(generator.integers(0, MOST_CONTEXT)))
-        plans.append(_plan(number, counts, contexts, parts.storage.dummy_block))
+        plans.append(trial_step_in_one_block(number, counts, contexts, parts.storage.dummy_block, BLOCK_SIZE))
     return plans
-
-
-def _plan(number: int, counts: list[int], contexts: list[int], block: int) -> StepPlan:
-    """The last `counts[r]` positions of contexts all of whose positions lie in one block; each row draws greedily."""
-    rows, lengths, ends = len(counts), np.array(counts, np.int32), np.array(contexts, np.int32)
-    positions = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, contexts, strict=True)])
-    return StepPlan(
-        number=number,
-        token_ids=np.zeros(len(positions), np.int64),
-        feedback=np.full(len(positions), -1, np.int32),
-        positions=positions,
-        slot_mapping=block * BLOCK_SIZE + positions % BLOCK_SIZE,
-        query_start=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
-        context_lengths=ends,
-        block_tables=np.full((rows, -(-max(contexts) // BLOCK_SIZE)), block, np.int32),
-        sample_tokens=np.cumsum(lengths).astype(np.int32) - 1,
-        sampling=SamplingRows(
-            temperature=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            top_p=np.ones(rows, np.float32),
-            min_p=np.zeros(rows, np.float32),
-            seed=np.zeros(rows, np.uint64),
-            choice_index=np.zeros(rows, np.int32),
-            position=ends.astype(np.int64),
-            logprobs=np.full(rows, -1, np.int32),
-        ),
-    )

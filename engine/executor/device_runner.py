@@ -29,6 +29,7 @@ from engine.kv_cache.device_storage import DeviceKvStorage
 from engine.model.device_decoder import Activations, DeviceDecoder
 from engine.sampling.device_sampler import Logprobs, sample_on_device
 from engine.step import SamplingRows, StepPlan, StepResult
+from engine.trial_steps import trial_step_in_one_block
 
 MEASURED_REPLAYS = 5
 COMPUTE_PRIORITY = -1
@@ -213,7 +214,7 @@ class DeviceRunner:
             more = min(rest, longest - 1)
             counts.append(1 + more)
             rest -= more
-        plan = _dummy_plan(counts, counts, *self._dummy)
+        plan = trial_step_in_one_block(0, counts, counts, *self._dummy)
         return replace(plan, sampling=replace(plan.sampling, logprobs=np.ones(limits.rows, np.int32)))
 
     def _measure(self, plan: StepPlan, choice: Choice) -> float:
@@ -229,10 +230,10 @@ class DeviceRunner:
 
     def _decodes(self, rows: int, longest: int = 1) -> StepPlan:
         """A batch of decodes that reads and writes nobody's block; the context of one has `longest` positions."""
-        return _dummy_plan([1] * rows, [longest] + [1] * (rows - 1), *self._dummy)
+        return trial_step_in_one_block(0, [1] * rows, [longest] + [1] * (rows - 1), *self._dummy)
 
     def _prompt(self, tokens: int) -> StepPlan:
-        return _dummy_plan([tokens], [tokens], *self._dummy)
+        return trial_step_in_one_block(0, [tokens], [tokens], *self._dummy)
 
     def take_result(self, launched: LaunchedOnDevice) -> StepResult:
         slot = launched.slot
@@ -281,34 +282,6 @@ def leading_decodes(plan: StepPlan) -> int:
     """Rows of one token before the first row of several."""
     several = np.diff(plan.query_start) != 1
     return int(np.argmax(several)) if several.any() else plan.rows
-
-
-def _dummy_plan(counts: Sequence[int], contexts: Sequence[int], block: int, block_size: int) -> StepPlan:
-    """The last `counts[r]` positions of contexts all of whose positions lie in one block; each row draws greedily."""
-    rows, tokens = len(counts), sum(counts)
-    positions = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, contexts, strict=True)])
-    lengths, ends = np.array(counts, np.int32), np.array(contexts, np.int32)
-    return StepPlan(
-        number=0,
-        token_ids=np.zeros(tokens, np.int64),
-        feedback=np.full(tokens, -1, np.int32),
-        positions=positions,
-        slot_mapping=block * block_size + positions % block_size,
-        query_start=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
-        context_lengths=ends,
-        block_tables=np.full((rows, -(-max(contexts) // block_size)), block, np.int32),
-        sample_tokens=np.cumsum(lengths).astype(np.int32) - 1,
-        sampling=SamplingRows(
-            temperature=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            top_p=np.ones(rows, np.float32),
-            min_p=np.zeros(rows, np.float32),
-            seed=np.zeros(rows, np.uint64),
-            choice_index=np.zeros(rows, np.int32),
-            position=ends.astype(np.int64),
-            logprobs=np.full(rows, -1, np.int32),
-        ),
-    )
 
 
 def _to_host(logprobs: Logprobs | None) -> Logprobs | None:

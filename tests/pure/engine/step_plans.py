@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from engine import trial_steps
 from engine.step import SamplingRows, StepPlan
 
 
 def greedy_rows(count: int, positions: Sequence[int], logprobs: int = -1) -> SamplingRows:
-    return SamplingRows(
-        temperature=np.zeros(count, np.float32),
-        top_k=np.zeros(count, np.int32),
-        top_p=np.ones(count, np.float32),
-        min_p=np.zeros(count, np.float32),
-        seed=np.zeros(count, np.uint64),
-        choice_index=np.zeros(count, np.int32),
-        position=np.asarray(positions, np.int64),
-        logprobs=np.full(count, logprobs, np.int32),
-    )
+    return replace(trial_steps.greedy_rows(positions), logprobs=np.full(count, logprobs, np.int32))
 
 
 def batch_plan(
