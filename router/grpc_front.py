@@ -9,6 +9,7 @@ Must not know: what services do.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc.aio
@@ -29,6 +30,7 @@ from net.grpc_plane import HANDSHAKE_LIMIT_MS, GrpcPlane
 from router.access import Access, AccessInterceptor
 from router.admin_service import AdminService
 from router.clients import LARGEST_MESSAGE_BYTES
+from router.grpc_errors import MethodRoot
 from router.inference_service import InferenceService
 from router.options import RouterOptions
 from router.registry import EmbeddedRegistry, RegistryService
@@ -49,12 +51,21 @@ class Services:
 class GrpcFront:
     """`start` once, `stop` once. Health: `liveness` always serves; `readiness`, and the server as a whole, only while ready."""
 
-    def __init__(self, options: RouterOptions, access: Access, front: GrpcPlane, internal: GrpcPlane) -> None:
+    def __init__(
+        self,
+        options: RouterOptions,
+        access: Access,
+        front: GrpcPlane,
+        internal: GrpcPlane,
+        refused: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`refused` counts by reason."""
         self.port = 0
         self._options = options
         self._front = front
         self._internal = internal
-        guards = (AccessInterceptor(access),) if access.required else ()
+        root = MethodRoot(lambda: refused("invalid"))
+        guards = (root, AccessInterceptor(access)) if access.required else (root,)
         self._server = grpc.aio.server(
             interceptors=guards,
             options=_server_options(options.max_body_bytes, options.max_header_bytes),
@@ -63,7 +74,9 @@ class GrpcFront:
         self._registry_server = self._server
         if options.has_own_registry_port:
             limits = _server_options(LARGEST_ANNOUNCEMENT_BYTES, options.max_header_bytes)
-            self._registry_server = grpc.aio.server(interceptors=() if internal.identity else guards, options=limits)
+            self._registry_server = grpc.aio.server(
+                interceptors=(root,) if internal.identity else guards, options=limits
+            )
         self._health = health_aio.HealthServicer()
         self._ready: bool | None = None
 

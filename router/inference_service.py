@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Never
 
 import grpc.aio
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -28,19 +27,10 @@ from router.generation import (
     checked_choices,
     invalid,
 )
+from router.grpc_errors import abort
 from router.intake import Intake
 from router.request_trace import Caller, Operation
 
-_CODES = {
-    RefusalKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    RefusalKind.MODEL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    RefusalKind.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
-    RefusalKind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    RefusalKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    RefusalKind.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
-    RefusalKind.CANCELLED: grpc.StatusCode.CANCELLED,
-    RefusalKind.INTERNAL: grpc.StatusCode.INTERNAL,
-}
 _FINISH = {"stop": types_pb2.FINISH_REASON_STOP, "length": types_pb2.FINISH_REASON_LENGTH}
 
 Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -59,7 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             generations = await self._generations(request, context)
         except RequestRefused as refused:
             self._metrics.requests_refused_total.count("invalid")
-            await _abort(context, refused.refusal)
+            await abort(context, refused.refusal)
         streams: list[AnswerStream] = []
         try:
             for generation in generations:
@@ -67,9 +57,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async with asyncio.timeout(generations[0].deadline_s + WRITE_GRACE_S):
                 await _write(context, streams)
         except RequestRefused as refused:
-            await _abort(context, refused.refusal)
+            await abort(context, refused.refusal)
         except TimeoutError:
-            await _abort(context, Refusal(RefusalKind.DEADLINE, "what was written has not been read", code="not_read"))
+            await abort(context, Refusal(RefusalKind.DEADLINE, "what was written has not been read", code="not_read"))
         finally:
             for stream in streams:
                 stream.close()
@@ -161,7 +151,7 @@ async def _write(context: Context, streams: Sequence[AnswerStream]) -> None:
     async with contextlib.aclosing(pieces_of(streams)) as pieces:
         async for index, piece in pieces:
             if piece.failure is not None:
-                await _abort(context, piece.failure)
+                await abort(context, piece.failure)
             await context.write(_response(index, streams[index], piece))
 
 
@@ -179,11 +169,3 @@ def _response(index: int, stream: AnswerStream, piece: Piece) -> inference_pb2.G
             )
         )
     return response
-
-
-async def _abort(context: Context, refusal: Refusal) -> Never:
-    named = refusal.parameter is not None and refusal.parameter not in refusal.message
-    message = f"{refusal.parameter}: {refusal.message}" if named else refusal.message
-    trailing = [("decant-code", refusal.code or ""), ("decant-retryable", str(refusal.retryable).lower())]
-    await context.abort(_CODES[refusal.kind], message, tuple(trailing))
-    raise AssertionError("abort raises")

@@ -173,7 +173,7 @@ class Router:
         self._http = HttpServer(
             self.intake, self.dispatcher, self.fleet, self.metrics, self.health, self._live_page, edge
         )
-        self._grpc = GrpcFront(options, access, GrpcPlane(None if tls is None else tls.identity), plane)
+        self._grpc = GrpcFront(options, access, GrpcPlane(None if tls is None else tls.identity), plane, refused)
         self._background = background
         self._health_task: asyncio.Task[None] | None = None
 

@@ -15,6 +15,8 @@ from router.placement import Placement
 
 RETRY_AFTER_S = 1.0
 
+INTERNAL_ERROR = Refusal(RefusalKind.INTERNAL, "internal error of the router", code="internal_error")
+
 
 @dataclass(frozen=True, slots=True)
 class Account:

@@ -39,11 +39,12 @@ from router.openai.bodies import (
     TokenizeBody,
     template_variables,
 )
-from router.openai.errors import INTERNAL_ERROR, error_event, error_response
+from router.openai.errors import error_event, error_response
 from router.openai.event_writer import push_rest
 from router.openai.reading import read_body
 from router.request_trace import Caller, Operation
 from router.tool_calls import PARSERS
+from router.wording import INTERNAL_ERROR
 
 log = get_logger()
 

@@ -26,8 +26,6 @@ STATUS = {
     RefusalKind.INTERNAL: 500,
 }
 
-INTERNAL_ERROR = Refusal(RefusalKind.INTERNAL, "internal error of the router", code="internal_error")
-
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
     status = STATUS[refusal.kind]

@@ -22,7 +22,8 @@ from router.intake import Intake
 from router.live_page.endpoints import LivePage
 from router.openai.edge import Handler, HttpEdge
 from router.openai.endpoints import Endpoints, correlation_id
-from router.openai.errors import INTERNAL_ERROR, error_response, plain_error_response
+from router.openai.errors import error_response, plain_error_response
+from router.wording import INTERNAL_ERROR
 
 log = get_logger()
 

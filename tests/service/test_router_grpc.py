@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 import pytest
-from decant_proto.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from decant_proto.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+    types_pb2,
+)
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,7 +27,12 @@ from router_fake_node import FakeNode, expected_answer
 from router_model_folder import CONTEXT_LIMIT, write_model_folder
 from router_under_test import RouterUnderTest, router_with, until
 
-from router import inference_service
+from router import grpc_errors, inference_service
+from router.admin_service import AdminService
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.intake import Intake
+from router.registry import EmbeddedRegistry
 
 pytestmark = pytest.mark.sockets
 
@@ -115,6 +129,62 @@ async def test_wrong_values_are_invalid_arguments_that_name_the_field(folder: Pa
             await generate(router, request(model="other"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert node.submits == []
+
+
+async def test_a_bug_in_a_method_is_internal_and_tells_nothing_of_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def planted(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Intake, "generations", planted)
+    monkeypatch.setattr(Dispatcher, "cancel", planted)
+    monkeypatch.setattr(Dispatcher, "accounts", planted)
+    monkeypatch.setattr(Fleet, "withhold", planted)
+    monkeypatch.setattr(AdminService, "_node", planted)
+    monkeypatch.setattr(EmbeddedRegistry, "withdraw", planted)
+    logged: list[str] = []
+    monkeypatch.setattr(grpc_errors.log, "exception", lambda event, **about: logged.append(about["path"]))
+    async with router_with(folder, FakeNode("d0")) as router, grpc.aio.insecure_channel(router.grpc_address) as channel:
+        inference, admin = inference_pb2_grpc.InferenceStub(channel), admin_pb2_grpc.AdminStub(channel)
+        calls: list[Callable[[], Any]] = [
+            lambda: inference.Generate(request()).read(),
+            lambda: inference.Cancel(inference_pb2.CancelRequest(request_id="x")),
+            lambda: admin.Nodes(admin_pb2.NodesRequest()),
+            lambda: admin.Requests(admin_pb2.RequestsRequest()),
+            lambda: admin.Drain(admin_pb2.DrainRequest(node_id="d0")),
+            lambda: registry_pb2_grpc.RegistryStub(channel).Withdraw(registry_pb2.WithdrawRequest(node_id="d0")),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call()
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert caught.value.details() == "internal error of the router"
+            assert dict(caught.value.trailing_metadata())["decant-code"] == "internal_error"
+    assert [path.rpartition("/")[2] for path in logged] == [
+        "Generate",
+        "Cancel",
+        "Nodes",
+        "Requests",
+        "Drain",
+        "Withdraw",
+    ]
+    assert not caplog.records, "the library has nothing to say of it"
+
+
+async def test_f17_bytes_that_are_no_request_are_an_invalid_argument(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with router_with(folder, FakeNode("d0")) as router, grpc.aio.insecure_channel(router.grpc_address) as channel:
+        untyped: Any = channel
+        generate = untyped.unary_stream("/decant.v1.Inference/Generate")
+        nodes = untyped.unary_unary("/decant.v1.Admin/Nodes")
+        for call in (generate(b"\xff" * 9).read(), nodes(b"\xff" * 9)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await router.metric('decant_requests_refused_total{reason="invalid"}') == 2
+    assert not caplog.records, "strangers do not fill the log"
 
 
 async def test_f10_a_client_that_cancels_frees_the_node(folder: Path) -> None:
