@@ -237,6 +237,8 @@ class DecodeService:
             match event:
                 case engine_port.TokenSampled():
                     self._event(attempt, on.Sampled(event))
+                case engine_port.PromptScored():
+                    self._emit_prompt_logprobs(attempt, event)
                 case engine_port.RequestFailed(reason=reason):
                     self._event(attempt, on.EngineFailed(reason))
                 case engine_port.KvReserved():
@@ -332,6 +334,20 @@ class DecodeService:
         )
 
     # To the router.
+
+    def _emit_prompt_logprobs(self, attempt: _Attempt, scored: engine_port.PromptScored) -> None:
+        output = node_pb2.RequestOutput(
+            request_id=attempt.id.request,
+            attempt=attempt.id.attempt,
+            prompt_logprobs=types_pb2.PromptLogprobs(
+                position=scored.position,
+                logprobs=scored.logprobs,
+                ranks=scored.ranks,
+                top_token_ids=scored.top_token_ids,
+                top_logprobs=scored.top_logprobs,
+            ),
+        )
+        self._outputs.setdefault(attempt.attachment, []).append(output)
 
     def _emit_token(self, attempt: _Attempt, token: on.EmitToken) -> None:
         output = node_pb2.RequestOutput(

@@ -34,6 +34,8 @@ def refused_submission(message: node_pb2.Submit, vocabulary_size: int) -> str | 
         return "too_many_prefill_choices"
     if sampling.max_tokens < 1:
         return "invalid_max_tokens"
+    if sampling.HasField("prompt_logprobs") and message.prefill_choices:
+        return "invalid_sampling"  # what another node has computed says nothing of the prompt's own tokens
     return None if unsound_sampling(sampling, vocabulary_size) is None else "invalid_sampling"
 
 

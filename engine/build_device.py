@@ -80,7 +80,7 @@ def build_device_engine(options: BuildOptions, device: torch.device) -> DeviceEn
         [size for size in PIECEWISE_SIZES if size <= min(options.max_num_batched_tokens, max_model_len)],
         [size for size in EAGER_SIZES if size <= min(options.max_num_batched_tokens, max_model_len)],
     )
-    config = replace(config_of(options, model, num_blocks), overlap=True)
+    config = replace(config_of(options, model, num_blocks), overlap=True, scores_prompts=False)
     fingerprint = fingerprint_of(options.model, model, source.fingerprint(), dtype)
     return DeviceEngineParts(runner, storage, model, config, fingerprint, tuple(report))
 

@@ -22,6 +22,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     overlap: bool = False
     """Launch step N + 1 before step N's tokens reach the host. Pays where `Runner.launch` returns before the step is done."""
+    scores_prompts: bool = True
+    """Whether the runner computes log probabilities of prompts."""
     eos_token_ids: tuple[int, ...] = ()
     max_waiting_requests: int = 4096
     """Submits beyond this many waiting requests end at once with `queue_full`."""

@@ -6,6 +6,7 @@ all tokens of one step in one list. Nobody else touches scheduler, pool or model
 How one request uses it:
 
 - alone on a node:     Submit(GENERATE) ... TokenSampled* (the last one carries finish_reason)
+                       with prompt_logprobs PromptScored* come before the first of them
 - on a prefill node:   Submit(PREFILL_ONLY), PrefillReserved, KvComputed*, TokenSampled (the first token), ReleaseKv;
                        where all KV is cached, nothing is computed or drawn: Submit, PrefillReserved, ReleaseKv
 - on a decode node:    Submit(AWAIT_KV), ReserveKv, KvReserved | KvUnavailable, then StartFromKv, TokenSampled*
@@ -61,6 +62,8 @@ class SamplingParameters:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     """None: no logprobs; 0: of the chosen token; n: of the n best as well."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's own tokens, with GENERATE: then no cached KV is taken, for each position's logits are wanted."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -212,6 +215,23 @@ class TokenSampled:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log probabilities of the prompt's tokens from `position` on, at least 1: nothing stands before the first token.
+
+    A prompt is scored in runs that follow each other, each position once, before the first TokenSampled."""
+
+    key: RequestKey
+    position: int
+    logprobs: tuple[float, ...]
+    """[P] of the prompt's own tokens."""
+    ranks: tuple[int, ...]
+    """[P] how many tokens are at least as likely, the prompt's own included."""
+    top_token_ids: tuple[int, ...] = ()
+    """[P * n] as `top_logprobs`: of each position the n best tokens, the best first."""
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailed:
     """The request ended without a further token. Reasons are names, not sentences (`prompt_too_long`, `engine_error`)."""
 
@@ -219,7 +239,7 @@ class RequestFailed:
     reason: str
 
 
-EngineEvent = PrefillReserved | KvComputed | KvReserved | KvUnavailable | TokenSampled | RequestFailed
+EngineEvent = PrefillReserved | KvComputed | KvReserved | KvUnavailable | PromptScored | TokenSampled | RequestFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,8 @@ class Request:
     """Whose KV of the same prompt is to be shared; None once it is, or never will be."""
     grammar: Grammar | None = None
     """What the answer must follow; always that of the whole history, or behind it."""
+    scored: int = 0
+    """Positions of the prompt whose log probabilities have been reported or are not wanted."""
     account: PromptAccount | None = None
     """Set with the first KV, taken by the first token that is reported."""
     accounted: bool = False
@@ -105,12 +107,19 @@ class Request:
         """Whether recompute can replace what it holds. A prefill node's KV may have been offered already."""
         return self.mode is not Mode.PREFILL_ONLY and self.stage in (Stage.RUNNING, Stage.READY)
 
+    @property
+    def unscored(self) -> bool:
+        """Whether log probabilities of its prompt are still wanted: then every position must be computed here."""
+        return self.scored < self.rules.prompt_length
+
 
 def open_request(command: Submit, arrival: int, config: EngineConfig, grammar: Grammar | None = None) -> Request:
+    scores = command.mode is Mode.GENERATE and command.sampling.prompt_logprobs is not None
+    fork_of = None if scores else command.fork_of  # the KV of another says nothing of its own tokens
     stage = Stage.WAITING
     if command.mode is Mode.AWAIT_KV:
         stage = Stage.AWAITING
-    elif command.fork_of is not None:
+    elif fork_of is not None:
         stage = Stage.FORKING
     return Request(
         key=command.key,
@@ -122,8 +131,9 @@ def open_request(command: Submit, arrival: int, config: EngineConfig, grammar: G
         history=array("q", (*command.prompt, *command.settled)),
         stage=stage,
         given_length=len(command.prompt) + len(command.settled),
-        fork_of=command.fork_of,
+        fork_of=fork_of,
         grammar=grammar,
+        scored=1 if scores else len(command.prompt),
     )
 
 
@@ -138,6 +148,8 @@ def refusal(command: Submit, config: EngineConfig) -> str | None:
         return "prompt_exceeds_kv_cache"
     if len(command.settled) >= command.sampling.max_tokens:
         return "nothing_to_generate"
+    if command.sampling.prompt_logprobs is not None and not config.scores_prompts:
+        return "prompt_logprobs_not_offered"
     return None if _something_may_be_drawn(command.sampling, config) else "nothing_allowed"
 
 

@@ -77,6 +77,18 @@ class SamplingRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """P of a step's tokens whose next token is known, for it is the prompt's, and whose log probability is wanted."""
+
+    tokens: Int64
+    """[P] indices into the T tokens, ascending."""
+    next_token_ids: Int64
+    """[P]."""
+    best: int
+    """So many of the best tokens as well; the largest wanted count."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """A batch of R sequences with T tokens in all; row r owns tokens query_start[r] : query_start[r + 1]."""
 
@@ -100,6 +112,7 @@ class StepPlan:
     sampling: SamplingRows
     block_copies: Int64 = field(default_factory=lambda: NO_COPIES)
     """[C, 2] (from, to) blocks whose whole KV is copied before anything else of the step; no block stands in both columns."""
+    scored: ScoredTokens | None = None
 
     @property
     def tokens(self) -> int:
@@ -111,6 +124,20 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Of the plan's scored tokens: the log probability and rank (1: the best) of each next token, and the best tokens."""
+
+    logprobs: Float32
+    """[P]."""
+    ranks: Int64
+    """[P]."""
+    top_token_ids: Int64
+    """[P, best]."""
+    top_logprobs: Float32
+    """[P, best]."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the host learns of one step. `top_*` have shape [S, n] with n the largest wanted count, or are None."""
 
@@ -118,6 +145,8 @@ class StepResult:
     logprobs: Float32 | None = None
     top_token_ids: Int64 | None = None
     top_logprobs: Float32 | None = None
+    scores: TokenScores | None = None
+    """Where the plan has scored tokens."""
 
 
 class LaunchedStep(Protocol):

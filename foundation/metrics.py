@@ -44,6 +44,7 @@ GRAPH_FALLBACK_REASONS = ("prompt_chunks", "silent_rows", "kv_leaves", "no_bucke
 SCHEDULER_SKIP_REASONS = ("no_free_blocks", "token_budget", "max_num_seqs", "blocks_settling")
 LOCAL_PREFILL_REASONS = (
     *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "decode_is_faster"),
+    "prompt_logprobs",
     *(
         "lane_broken",
         "refused",
@@ -110,6 +111,7 @@ DROPPED_REASONS = (
 PLACEMENT_REASONS = (
     *("prefill_is_faster", "decode_is_faster", "unmeasured", "always"),
     *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "lane_broken", "fork"),
+    "prompt_logprobs",
 )
 LANES_SHOWN = 64
 """Nodes come and go under new names: only the lanes that were measured last are exported."""

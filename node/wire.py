@@ -24,6 +24,9 @@ FINISH_REASONS: dict[FinishReason, types_pb2.FinishReason.ValueType] = {
 SOUND_AMOUNT = 1000.0
 """What is added to logits, or multiplied with them, stays so small that no float32 becomes infinite."""
 
+MOST_LOGPROBS = 100
+"""Best tokens of each position of a prompt: what goes to a router with one step stays small."""
+
 _ROLES: dict[Role, types_pb2.Role.ValueType] = {
     Role.PREFILL: types_pb2.ROLE_PREFILL,
     Role.DECODE: types_pb2.ROLE_DECODE,
@@ -48,6 +51,8 @@ def unsound_sampling(message: types_pb2.SamplingParameters, vocabulary_size: int
         return "logit_bias"
     if not all(token < vocabulary_size for token in message.allowed_token_ids):
         return "allowed_token_ids"
+    if message.prompt_logprobs > MOST_LOGPROBS:
+        return "prompt_logprobs"
     words = message.bad_words
     if not all(word.ids and max(word.ids) < vocabulary_size for word in words):
         return "bad_words"
@@ -74,6 +79,7 @@ def sampling_from_wire(message: types_pb2.SamplingParameters) -> SamplingParamet
         ignore_eos=message.ignore_eos,
         stop_token_ids=tuple(message.stop_token_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         repetition_penalty=message.repetition_penalty or 1.0,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,

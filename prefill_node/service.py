@@ -189,7 +189,7 @@ class PrefillService:
                     self._sampled(prefill, event)
                 case engine_port.RequestFailed(reason=reason):
                     self._failed(prefill, reason)
-                case engine_port.KvReserved() | engine_port.KvUnavailable():
+                case engine_port.KvReserved() | engine_port.KvUnavailable() | engine_port.PromptScored():
                     raise AssertionError(f"{type(event).__name__} on a prefill node")
                 case _:
                     assert_never(event)

@@ -12,11 +12,11 @@ from engine.step import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """`sample_tokens` is None when every token's logits are wanted, in order."""
+    """`wanted_tokens`: those that draw, then those that are scored; None when every token draws, in order."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    sample_tokens: torch.Tensor | None
+    wanted_tokens: torch.Tensor | None
 
 
 def step_inputs(plan: StepPlan, previous_tokens: torch.Tensor | None, device: torch.device) -> StepInputs:
@@ -28,9 +28,11 @@ def step_inputs(plan: StepPlan, previous_tokens: torch.Tensor | None, device: to
         sources = torch.from_numpy(plan.feedback[fed].astype(np.int64)).to(device)
         token_ids = token_ids.index_put((torch.from_numpy(fed).to(device),), previous_tokens[sources])
     wanted = plan.sample_tokens
+    if plan.scored is not None:
+        wanted = np.concatenate((wanted, plan.scored.tokens))
     everything = len(wanted) == plan.tokens and bool((wanted == np.arange(plan.tokens)).all())
     return StepInputs(
         token_ids=token_ids,
         positions=torch.from_numpy(plan.positions).to(device),
-        sample_tokens=None if everything else torch.from_numpy(wanted.astype(np.int64)).to(device),
+        wanted_tokens=None if everything else torch.from_numpy(wanted.astype(np.int64)).to(device),
     )

@@ -22,6 +22,7 @@ from engine.attention.base import AttentionBackend
 from engine.executor.inputs import step_inputs
 from engine.kv_cache.storage import KvStorage
 from engine.model.decoder import Decoder
+from engine.sampling.prompt_scores import Scores, score
 from engine.sampling.sampler import Sampled, sample
 from engine.step import StepPlan, StepResult
 
@@ -104,12 +105,12 @@ class DecoderProgram:
         if len(plan.block_copies):
             assert self._storage is not None, "a plan copies blocks of a pool that was not given"
             self._storage.copy_blocks(plan.block_copies)
-        sampled = self._compute(plan, zero_unread=False)
-        if not _all_finite(sampled):
+        sampled, scores = self._compute(plan, zero_unread=False)
+        if not _all_finite(sampled, scores):
             # Unread memory behind a context (a former tenant's, or a transfer that was refused) may hold NaNs, and NaN times
             # weight zero is NaN. Once more without them: storing the same keys and values again changes nothing.
-            sampled = self._compute(plan, zero_unread=True)
-            if not _all_finite(sampled):
+            sampled, scores = self._compute(plan, zero_unread=True)
+            if not _all_finite(sampled, scores):
                 raise StepFailed(f"step {plan.number} gave logits that are not finite")
         self._previous_tokens = sampled.token_ids
         return StepResult(
@@ -117,17 +118,26 @@ class DecoderProgram:
             logprobs=_host(sampled.logprobs),
             top_token_ids=_host(sampled.top_token_ids),
             top_logprobs=_host(sampled.top_logprobs),
+            scores=scores.to_host() if scores is not None else None,
         )
 
-    def _compute(self, plan: StepPlan, zero_unread: bool) -> Sampled:
+    def _compute(self, plan: StepPlan, zero_unread: bool) -> tuple[Sampled, Scores | None]:
         inputs = step_inputs(plan, self._previous_tokens, self._device)
         attention = self._attention.prepare(plan, zero_unread)
-        logits = self._decoder.forward(inputs.token_ids, inputs.positions, attention, inputs.sample_tokens)
-        return sample(logits, plan.sampling, self._previous_tokens)
+        decoder, samples = self._decoder, len(plan.sample_tokens)
+        hidden = decoder.hidden(inputs.token_ids, inputs.positions, attention, inputs.wanted_tokens)
+        sampled = sample(decoder.head(hidden[:samples]), plan.sampling, self._previous_tokens)
+        if plan.scored is None:
+            return sampled, None
+        scored = hidden[samples:]
+        next_token_ids = torch.from_numpy(plan.scored.next_token_ids).to(self._device)
+        vocabulary = decoder.config.vocabulary_size
+        scores = score(lambda begin, end: decoder.head(scored[begin:end]), next_token_ids, vocabulary, plan.scored.best)
+        return sampled, scores
 
 
-def _all_finite(sampled: Sampled) -> bool:
-    return bool(sampled.best_logits.isfinite().all())
+def _all_finite(sampled: Sampled, scores: Scores | None) -> bool:
+    return bool(sampled.best_logits.isfinite().all()) and (scores is None or scores.sound)
 
 
 def _host(tensor: torch.Tensor | None) -> np.ndarray | None:

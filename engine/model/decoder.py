@@ -64,7 +64,17 @@ class Decoder:
         attention: StepAttention,
         sample_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits [S, vocabulary] of tokens `sample_tokens` [S] out of T (None: of all T, in order).
+        """Logits [S, vocabulary] of tokens `sample_tokens` [S] out of T (None: of all T, in order); the rest as in `hidden`."""
+        return self.head(self.hidden(token_ids, positions, attention, sample_tokens))
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        wanted_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What `head` makes logits of, [S, hidden], of tokens `wanted_tokens` [S] out of T (None: of all T, in order).
 
         `token_ids` and `positions` are int64 [T]. Keys and values of all T tokens are stored by `attention`.
         """
@@ -73,12 +83,12 @@ class Decoder:
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             attended = self._attend(index, layer, self._norm(hidden, layer.input_norm), cos, sin, attention)
-            if index == last and sample_tokens is not None:
-                attended, hidden = attended[sample_tokens], hidden[sample_tokens]
+            if index == last and wanted_tokens is not None:
+                attended, hidden = attended[wanted_tokens], hidden[wanted_tokens]
             hidden = hidden + layer.output(attended)
             gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
             hidden = hidden + layer.down(F.silu(gate).mul_(up))
-        return self.head(self._norm(hidden, self.final_norm))
+        return self._norm(hidden, self.final_norm)
 
     def _attend(
         self,

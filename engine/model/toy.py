@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,9 @@ import torch
 from engine.kv_cache.storage import KvStorage
 from engine.model.config import ModelConfig
 from engine.model.toy_kv import ToyPool, toy_kv, toy_logits_of_kv
+from engine.sampling.prompt_scores import score
 from engine.sampling.sampler import sample
-from engine.step import StepPlan, StepResult
+from engine.step import ScoredTokens, StepPlan, StepResult, TokenScores
 
 
 class ToyProgram:
@@ -38,16 +40,37 @@ class ToyProgram:
         token_ids[fed] = self._previous_tokens[plan.feedback[fed]]
         kv = toy_kv(token_ids, plan.positions, self._layout)
         self._pool.write(kv, plan.slot_mapping)
-        logits = np.empty((len(plan.sample_tokens), self._vocabulary_size), np.float32)
-        rows = np.searchsorted(plan.query_start, plan.sample_tokens, side="right") - 1
-        for sample_index, (token, row) in enumerate(zip(plan.sample_tokens, rows, strict=True)):
+        logits = self._logits(plan, plan.sample_tokens)
+        sampled = sample(logits, plan.sampling, torch.from_numpy(self._previous_tokens))
+        self._previous_tokens = sampled.token_ids.numpy()
+        logprobs, top_token_ids, top_logprobs = (
+            None if tensor is None else tensor.numpy()
+            for tensor in (sampled.logprobs, sampled.top_token_ids, sampled.top_logprobs)
+        )
+        scores = self._scores(plan, plan.scored)
+        return StepResult(self._previous_tokens, logprobs, top_token_ids, top_logprobs, scores)
+
+    def _scores(self, plan: StepPlan, scored: ScoredTokens | None) -> TokenScores | None:
+        if scored is None:
+            return None
+        next_token_ids = torch.from_numpy(scored.next_token_ids)
+        scores = score(
+            lambda begin, end: self._logits(plan, scored.tokens[begin:end]),
+            next_token_ids,
+            self._vocabulary_size,
+            scored.best,
+        )
+        return scores.to_host()
+
+    def _logits(self, plan: StepPlan, tokens: npt.NDArray[Any]) -> torch.Tensor:
+        """[len(tokens), vocabulary] of some of the step's tokens, from the KV of each one's context."""
+        logits = np.empty((len(tokens), self._vocabulary_size), np.float32)
+        rows = np.searchsorted(plan.query_start, tokens, side="right") - 1
+        for index, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             context = int(plan.context_lengths[row] - (plan.query_start[row + 1] - 1 - token))
             kv = self._pool.read(plan.block_tables[row], context)
-            logits[sample_index] = toy_logits_of_kv(kv, self._vocabulary_size)
-        sampled = sample(torch.from_numpy(logits), plan.sampling, torch.from_numpy(self._previous_tokens))
-        self._previous_tokens = sampled.token_ids.numpy()
-        optional = (sampled.logprobs, sampled.top_token_ids, sampled.top_logprobs)
-        return StepResult(self._previous_tokens, *(None if tensor is None else tensor.numpy() for tensor in optional))
+            logits[index] = toy_logits_of_kv(kv, self._vocabulary_size)
+        return torch.from_numpy(logits)
 
 
 def toy_weights_fingerprint(model: ModelConfig) -> str:

@@ -50,12 +50,13 @@ def _start(state: State, request: Request) -> bool:
     """Blocks for the whole history, then a seat.
 
     One position at least is left to compute, since its logits are wanted; but not on a prefill node that has the whole history
-    in its cache: the decode node draws from one position sooner than this one would from a whole block.
+    in its cache: the decode node draws from one position sooner than this one would from a whole block. Where the prompt's log
+    probabilities are wanted, all positions are.
     """
     length = len(request.history)
     lent = request.mode is Mode.PREFILL_ONLY
     source = fork_source(state, request)
-    reusable = length if lent else length - 1
+    reusable = 0 if request.unscored else length if lent else length - 1
     taken = take_blocks(state, request, length, reusable) if source is None else take_forked(state, request, source)
     if not taken:
         return False

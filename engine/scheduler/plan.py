@@ -11,6 +11,7 @@ import numpy.typing as npt
 from engine.request import Request
 from engine.scheduler.adjustments import adjustments
 from engine.scheduler.masks import banned_tokens, token_masks
+from engine.scheduler.scoring import NO_SCORING, Scoring, scored_tokens
 from engine.scheduler.seats import Seats
 from engine.step import NO_COPIES, SamplingRows, StepPlan
 
@@ -28,6 +29,8 @@ class Scheduled:
     drawing: Int64
     """Rows that draw a token, in order of the samples."""
     drawing_requests: list[Request]
+    scoring: tuple[Scoring, ...] = ()
+    """Whose prompts' tokens are scored, in order of the scores."""
 
 
 def build(
@@ -51,6 +54,7 @@ def build(
     draws = ends == seats.length[rows]
     drawing = np.flatnonzero(draws)
     drawing_seats = rows[drawing]
+    scoring, scored = scored_tokens(seats, rows, counts, query_start) if seats.scoring else NO_SCORING
     plan = StepPlan(
         number=number,
         token_ids=token_ids,
@@ -63,13 +67,14 @@ def build(
         sample_tokens=query_start[1:][drawing] - 1,
         sampling=_sampling(seats, settled_step, drawing_seats),
         block_copies=np.array(block_copies, np.int64) if block_copies else NO_COPIES,
+        scored=scored,
     )
     seats.scheduled[rows] = ends
     seats.length[drawing_seats] += 1
     seats.drawn_in[drawing_seats] = number
     seats.draw_index[drawing_seats] = np.arange(len(drawing))
     requests = [seats.request(seat) for seat in drawing_seats.tolist()]
-    return Scheduled(plan, rows, seats.stay[rows], ends, drawing, requests)
+    return Scheduled(plan, rows, seats.stay[rows], ends, drawing, requests, scoring)
 
 
 def _inputs(

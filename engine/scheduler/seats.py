@@ -64,6 +64,8 @@ class Seats:
         """Those that have bad words."""
         self.adjusted = np.zeros(count, np.bool_)
         """Those whose logits are biased or penalized."""
+        self.scoring: set[int] = set()
+        """Those of whose prompt log probabilities are still wanted."""
 
     @property
     def empty(self) -> int:
@@ -104,6 +106,8 @@ class Seats:
         self.masked[seat] = request.grammar is not None or bool(sampling.allowed_token_ids)
         self.worded[seat] = bool(sampling.bad_words)
         self.adjusted[seat] = bool(sampling.logit_bias) or sampling.penalizes
+        if request.unscored:
+            self.scoring.add(seat)
         request.stage = Stage.RUNNING
 
     def leave(self, request: Request) -> None:
@@ -112,6 +116,7 @@ class Seats:
         self.requests[seat] = None
         request.seat = NOT_SEATED
         self._empty.append(seat)
+        self.scoring.discard(seat)
         self.stay[seat] = 0
         self.arrival[seat] = NOT_SEATED
         self.preemptible[seat] = False

@@ -11,6 +11,7 @@ import numpy as np
 from engine.port import KvComputed, Mode, TokenLogprob, TokenSampled
 from engine.request import Request, Stage
 from engine.scheduler.plan import Scheduled
+from engine.scheduler.scoring import take_scores
 from engine.scheduler.state import State, close, hold, name_blocks
 from engine.step import StepResult
 
@@ -22,6 +23,9 @@ def settle(state: State, scheduled: Scheduled, result: StepResult) -> None:
     state.settled_step = number
     state.pool.settle(number)
     _count_kv(state, scheduled)
+    if scheduled.scoring:
+        assert result.scores is not None, f"step {number} has tokens to score and no scores"
+        state.events.extend(take_scores(state.seats, scheduled.scoring, result.scores))
     _take_tokens(state, scheduled, result)
 
 

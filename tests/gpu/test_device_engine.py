@@ -81,7 +81,7 @@ def host_logits(made: Made, plans: list[StepPlan]) -> list[torch.Tensor]:
     out = []
     for plan in plans:
         inputs = step_inputs(plan, None, torch.device("cpu"))
-        out.append(decoder.forward(inputs.token_ids, inputs.positions, attention.prepare(plan), inputs.sample_tokens))
+        out.append(decoder.forward(inputs.token_ids, inputs.positions, attention.prepare(plan), inputs.wanted_tokens))
     return out
 
 

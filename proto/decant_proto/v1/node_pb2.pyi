@@ -365,6 +365,7 @@ class RequestOutput(_message.Message):
     RETRYABLE_FIELD_NUMBER: _builtins.int
     PROMPT_ACCOUNT_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
@@ -383,6 +384,10 @@ class RequestOutput(_message.Message):
     def prompt_account(self) -> Global___PromptAccount:
         """once: with the first token that this node computed"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """where they are asked for: run by run, before the first token"""
+
     def __init__(
         self,
         *,
@@ -394,10 +399,11 @@ class RequestOutput(_message.Message):
         retryable: _builtins.bool = ...,
         prompt_account: Global___PromptAccount | None = ...,
         retry_after_ms: _builtins.int = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_account", b"prompt_account"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_account", b"prompt_account", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "finish_reason", b"finish_reason", "prompt_account", b"prompt_account", "request_id", b"request_id", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "finish_reason", b"finish_reason", "prompt_account", b"prompt_account", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64\x65\x63\x61nt_proto/v1/types.proto\x12\tdecant.v1\"\x90\x04\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x01\x12@\n\nlogit_bias\x18\x0e \x03(\x0b\x32,.decant.v1.SamplingParameters.LogitBiasEntry\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\r\x12+\n\tbad_words\x18\x12 \x03(\x0b\x32\x18.decant.v1.TokenSequence\x12\x14\n\x0c\x63hoice_index\x18\x0f \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"|\n\x05Token\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.decant.v1.TokenLogprobB\n\n\x08_logprob\"\xae\x01\n\x0b\x46ingerprint\x12\x0f\n\x07weights\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x0c\n\x04rope\x18\x07 \x01(\t\x12\x16\n\x0eprotocol_major\x18\x08 \x01(\r\"i\n\tNodeEntry\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.decant.v1.Role\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06*\x96\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x04*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64\x65\x63\x61nt_proto/v1/types.proto\x12\tdecant.v1\"\xc2\x04\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x01\x12@\n\nlogit_bias\x18\x0e \x03(\x0b\x32,.decant.v1.SamplingParameters.LogitBiasEntry\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\r\x12+\n\tbad_words\x18\x12 \x03(\x0b\x32\x18.decant.v1.TokenSequence\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0c\x63hoice_index\x18\x0f \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"|\n\x05Token\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.decant.v1.TokenLogprobB\n\n\x08_logprob\"p\n\x0ePromptLogprobs\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\xae\x01\n\x0b\x46ingerprint\x12\x0f\n\x07weights\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x0c\n\x04rope\x18\x07 \x01(\t\x12\x16\n\x0eprotocol_major\x18\x08 \x01(\r\"i\n\tNodeEntry\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.decant.v1.Role\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06*\x96\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x04*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1065
-  _globals['_FINISHREASON']._serialized_end=1215
-  _globals['_ROLE']._serialized_start=1217
-  _globals['_ROLE']._serialized_end=1280
+  _globals['_FINISHREASON']._serialized_start=1229
+  _globals['_FINISHREASON']._serialized_end=1379
+  _globals['_ROLE']._serialized_start=1381
+  _globals['_ROLE']._serialized_end=1444
   _globals['_SAMPLINGPARAMETERS']._serialized_start=43
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=571
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=510
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=558
-  _globals['_TOKENSEQUENCE']._serialized_start=573
-  _globals['_TOKENSEQUENCE']._serialized_end=601
-  _globals['_TOKENLOGPROB']._serialized_start=603
-  _globals['_TOKENLOGPROB']._serialized_end=652
-  _globals['_TOKEN']._serialized_start=654
-  _globals['_TOKEN']._serialized_end=778
-  _globals['_FINGERPRINT']._serialized_start=781
-  _globals['_FINGERPRINT']._serialized_end=955
-  _globals['_NODEENTRY']._serialized_start=957
-  _globals['_NODEENTRY']._serialized_end=1062
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=621
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=540
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=588
+  _globals['_TOKENSEQUENCE']._serialized_start=623
+  _globals['_TOKENSEQUENCE']._serialized_end=651
+  _globals['_TOKENLOGPROB']._serialized_start=653
+  _globals['_TOKENLOGPROB']._serialized_end=702
+  _globals['_TOKEN']._serialized_start=704
+  _globals['_TOKEN']._serialized_end=828
+  _globals['_PROMPTLOGPROBS']._serialized_start=830
+  _globals['_PROMPTLOGPROBS']._serialized_end=942
+  _globals['_FINGERPRINT']._serialized_start=945
+  _globals['_FINGERPRINT']._serialized_end=1119
+  _globals['_NODEENTRY']._serialized_start=1121
+  _globals['_NODEENTRY']._serialized_end=1226
 # @@protoc_insertion_point(module_scope)

@@ -208,3 +208,30 @@ async def test_f29_the_deadline_counts_from_receipt(desk: Desk) -> None:
     async with asyncio.timeout(10):
         await desk.service.idle.wait()
     assert desk.heard()[-1].outputs[0].failure == "deadline"
+
+
+async def test_prompt_logprobs_reach_the_router_before_the_first_token(desk: Desk) -> None:
+    sampling = types_pb2.SamplingParameters(max_tokens=8, prompt_logprobs=1)
+    message = node_pb2.Submit(request_id="a", attempt=1, prompt_token_ids=[5, 6, 7], sampling=sampling)
+    desk.service.submit(desk.router, message)
+    (submit,) = desk.commands
+    assert isinstance(submit, Submit)
+    assert submit.sampling.prompt_logprobs == 1
+    scored = engine_port.PromptScored(submit.key, 1, (-1.5, -0.25), (3, 1), (9, 7), (-0.5, -0.25))
+    desk.service.engine_events([scored, token("a/1", 3)])
+    (step,) = desk.heard()
+    first, second = step.outputs
+    assert (first.prompt_logprobs.position, list(first.prompt_logprobs.logprobs)) == (1, [-1.5, -0.25])
+    assert (list(first.prompt_logprobs.ranks), list(first.prompt_logprobs.top_token_ids)) == ([3, 1], [9, 7])
+    assert [one.position for one in second.tokens] == [3]
+
+
+async def test_a_prompt_that_is_to_be_scored_is_not_taken_from_another_node(desk: Desk) -> None:
+    choice = node_pb2.PrefillChoice(node_id="p1", ticket=b"t")
+    sampling = types_pb2.SamplingParameters(max_tokens=8, prompt_logprobs=0)
+    message = node_pb2.Submit(
+        request_id="a", attempt=1, prompt_token_ids=[5], sampling=sampling, prefill_choices=[choice]
+    )
+    desk.service.submit(desk.router, message)
+    assert desk.heard()[-1].outputs[0].failure == "invalid_sampling"
+    assert not desk.commands

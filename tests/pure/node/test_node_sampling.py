@@ -6,7 +6,7 @@ import pytest
 from decant_proto.v1 import types_pb2
 
 from engine.port import MOST_BANNED_TOKENS
-from node.wire import unsound_sampling
+from node.wire import MOST_LOGPROBS, unsound_sampling
 
 VOCABULARY = 10 * MOST_BANNED_TOKENS
 
@@ -34,3 +34,10 @@ def test_f17_more_banned_tokens_than_a_step_has_room_for_are_refused(
 def test_f17_something_is_left_to_draw() -> None:
     assert unsound_sampling(sampling(4, 4), 9) is None
     assert unsound_sampling(sampling(4, 4), 8) == "bad_words"
+
+
+def test_more_logprobs_of_each_position_than_a_message_has_room_for_are_refused() -> None:
+    asked = types_pb2.SamplingParameters(prompt_logprobs=MOST_LOGPROBS)
+    assert unsound_sampling(asked, VOCABULARY) is None
+    asked.prompt_logprobs += 1
+    assert unsound_sampling(asked, VOCABULARY) == "prompt_logprobs"
