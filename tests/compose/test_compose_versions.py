@@ -17,10 +17,11 @@ from compose_versions import COMPOSE_1, version_of
 pytestmark = pytest.mark.docker
 
 ONE = "docker-compose.yml"
-ROUTER, PREFILL, DECODE, GPU, RDMA, TLS, OBSERVABILITY = (
-    f"deploy/compose/{name}.yml"
-    for name in ("host-router", "host-prefill", "host-decode", "host-gpu", "host-rdma", "tls", "observability")
+ROUTER, PREFILL, DECODE, GPU, RDMA, ROUTER_TLS, NODE_TLS = (
+    f"deploy/compose/host-{name}.yml"
+    for name in ("router", "prefill", "decode", "gpu", "rdma", "router-tls", "node-tls")
 )
+TLS, OBSERVABILITY = (f"deploy/compose/{name}.yml" for name in ("tls", "observability"))
 SETUPS = {
     "cpu": ("cpu,two-routers", (ONE,)),
     "gpu": ("gpu", (ONE,)),
@@ -32,6 +33,9 @@ SETUPS = {
     "host-prefill": ("", (PREFILL,)),
     "host-decode": ("", (DECODE,)),
     "host-prefill-gpu": ("", (PREFILL, GPU)),
+    "host-router-tls": ("", (ROUTER, ROUTER_TLS)),
+    "host-prefill-tls": ("", (PREFILL, NODE_TLS)),
+    "host-decode-tls": ("", (DECODE, NODE_TLS)),
     "host-decode-rdma": ("", (DECODE, GPU, RDMA)),
 }
 """Profiles and files."""

@@ -1,5 +1,6 @@
 """deploy/compose/host-*.yml as three projects on three machines: each a Docker engine in a network namespace of its own, where
-`network_mode: host` is that machine's network. UCX carries KV between their addresses, without NAT.
+`network_mode: host` is that machine's network. UCX carries KV between their addresses, without NAT. In the clear first, and
+once more under TLS.
 """
 
 from __future__ import annotations
@@ -8,15 +9,19 @@ import asyncio
 import os
 import random
 import signal
+import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
+from certificates import SERVER_NAME, Authority
 from chaos_load import Load, draw_questions
 from chaos_models import ServedModel, served_model
 from chaos_network import Network, free_number
@@ -24,9 +29,12 @@ from compose_engine import Engine
 from compose_images import Built
 from compose_project import SILENCE_LIMIT_S, WHOLE_LIMIT_S, Project, body_of, condition, tell, usable
 from pd_nodes import Metrics
+from references import all_references, near_tie_or_none
 
+from decant.client import ApiError, AsyncClient, Tls
 from decant.default_model import cache_root, ensure_default_model
 from decant.new_key import command as new_key
+from foundation.api_keys import Scope, add_api_key
 
 pytestmark = [
     pytest.mark.docker,
@@ -37,17 +45,45 @@ pytestmark = [
 ]
 
 ROLES = ("router", "prefill", "decode")
+TLS_FILES = {"router": "deploy/compose/host-router-tls.yml"} | dict.fromkeys(
+    ("prefill", "decode"), "deploy/compose/host-node-tls.yml"
+)
 USER = 10001
 QUESTIONS, STREAMS, ANSWERS_AFTERWARDS = 6, 2, 4
 
 
-class Hosts:
-    """One project a machine. `projects` by role."""
+class Certificates:
+    """One folder for every machine, as the override files describe it."""
 
-    def __init__(self, network: Network, engines: dict[str, Engine], key_file: Path) -> None:
+    def __init__(self, folder: Path, router_address: str) -> None:
+        self.folder = folder
+        self.member = Authority(folder).issue("node")
+        front = Authority(folder / "front")
+        public = front.issue("public", router_address)
+        public.certificate.rename(folder / "public.pem")
+        public.private_key.rename(folder / "public.key")
+        self.front = front.file
+        self.api_key = add_api_key(folder / "api-keys", "test", Scope.INFERENCE)
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, USER, USER)
+
+    def trust(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(self.front))
+
+
+class Hosts:
+    """One project a machine. `projects` by role. `tls`: what the machines have under TLS."""
+
+    def __init__(
+        self, network: Network, engines: dict[str, Engine], key_file: Path, tls: Certificates | None = None
+    ) -> None:
         self.network = network
-        registry = f"{network.address('router')}:9000"
-        common = {
+        self.engines = engines
+        self.key_file = key_file
+        self.tls = tls
+        registry = f"{network.address('router')}:{9001 if tls else 9000}"
+        common = {} if tls is None else {"TLS_FOLDER": str(tls.folder)}
+        common |= {
             "REGISTRY": registry,
             "KEY_FILE": str(key_file),
             "MODELS": str(cache_root()),
@@ -60,7 +96,7 @@ class Hosts:
             role: Project(
                 engines[role],
                 "decant",
-                (f"deploy/compose/host-{role}.yml",),
+                (f"deploy/compose/host-{role}.yml", *([] if tls is None else [TLS_FILES[role]])),
                 common | {"ADDRESS": network.address(role)} | ({"REGISTRY": "embedded"} if role == "router" else {}),
             )
             for role in ROLES
@@ -68,15 +104,19 @@ class Hosts:
 
     def url(self, role: str, path: str) -> str:
         port = 8000 if role == "router" else 7102
-        return f"http://{self.network.address(role)}:{port}{path}"
+        scheme = "https" if role == "router" and self.tls is not None else "http"
+        return f"{scheme}://{self.network.address(role)}:{port}{path}"
+
+    async def get(self, role: str, path: str) -> str:
+        return await asyncio.to_thread(body_of, self.url(role, path), None if self.tls is None else self.tls.trust())
 
     async def metrics(self, role: str) -> Metrics:
-        body = await asyncio.to_thread(body_of, self.url(role, "/metrics"))
+        body = await self.get(role, "/metrics")
         assert body, f"{role} gives no metrics:\n{self.story()}"
         return Metrics(body)
 
     async def usable(self) -> set[str]:
-        return usable(await asyncio.to_thread(body_of, self.url("router", "/health")))
+        return usable(await self.get("router", "/health"))
 
     async def whole(self) -> None:
         async def both() -> bool:
@@ -105,6 +145,17 @@ def hosts(engine: Engine, built: Built, tmp_path_factory: pytest.TempPathFactory
         namespaces = {role: network.command(role)[-1] for role in ROLES}
         engines = {role: stack.enter_context(Engine(namespaces[role], images_of=engine)) for role in ROLES}
         found = Hosts(network, engines, key_file)
+        for project in found.projects.values():
+            stack.callback(project.compose, "down", "--volumes", "--timeout", "5", check=False)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def guarded(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """The same machines under TLS, after everything else has been taken down."""
+    certificates = Certificates(tmp_path_factory.mktemp("tls"), hosts.network.address("router"))
+    with ExitStack() as stack:
+        found = Hosts(hosts.network, hosts.engines, hosts.key_file, certificates)
         for project in found.projects.values():
             stack.callback(project.compose, "down", "--volumes", "--timeout", "5", check=False)
         yield found
@@ -204,3 +255,51 @@ async def test_down_leaves_nothing_on_any_machine(hosts: Hosts, load: Load) -> N
         await asyncio.to_thread(project.compose, "down", "--volumes")
         assert project.engine.docker("ps", "-aq") == ""
         assert project.engine.docker("volume", "ls", "-q") == ""
+
+
+async def test_under_tls_the_machines_find_each_other_and_kv_travels(guarded: Hosts) -> None:
+    begun = time.monotonic()
+    for role in ROLES:
+        await asyncio.to_thread(guarded.projects[role].compose, "up", "--detach", "--no-build")
+    await guarded.whole()
+    reference = next(one for one in all_references() if one.name == "plain-02")
+    certificates, address = guarded.tls, f"{guarded.network.address('router')}:9000"
+    assert certificates is not None
+
+    async def kv_travels_with_an_answer() -> bool:
+        tls = Tls(ca_file=certificates.front)
+        async with AsyncClient(address, api_key=certificates.api_key, tls=tls) as client:
+            answer = await client.complete(reference.prompt_ids, max_tokens=32, temperature=0.0)
+        near_tie_or_none(answer.token_ids, reference)
+        return await received(guarded) > 0
+
+    await condition(kv_travels_with_an_answer, WHOLE_LIMIT_S, lambda: f"KV travels\n{guarded.story()}")
+    tell(f"three machines under TLS served {time.monotonic() - begun:.0f} s after the first `up`")
+
+
+async def test_under_tls_no_machine_lets_in_who_shows_nothing(guarded: Hosts) -> None:
+    assert guarded.tls is not None
+    router = f"{guarded.network.address('router')}:9000"
+    for api_key, tls, status in (
+        (None, Tls(ca_file=guarded.tls.front), grpc.StatusCode.UNAUTHENTICATED),
+        (guarded.tls.api_key, None, grpc.StatusCode.UNAVAILABLE),
+    ):
+        async with AsyncClient(router, api_key=api_key, tls=tls) as client:
+            with pytest.raises(ApiError) as caught:
+                await client.complete("x", max_tokens=1)
+            assert caught.value.status is status
+    for role, port in (("router", 9001), ("prefill", 7100), ("decode", 7100)):
+        assert await said_to(f"{guarded.network.address(role)}:{port}", guarded.tls, member=False) == "UNAVAILABLE"
+        assert await said_to(f"{guarded.network.address(role)}:{port}", guarded.tls, member=True) == "UNIMPLEMENTED"
+
+
+async def said_to(address: str, tls: Certificates, *, member: bool) -> str:
+    """What a caller who trusts the authority hears; a `member` shows a certificate, too."""
+    files = (tls.member.authority, *((tls.member.private_key, tls.member.certificate) if member else ()))
+    credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+    options = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.enable_http_proxy", 0))
+    async with grpc.aio.secure_channel(address, credentials, options) as channel:
+        ask: Any = channel.unary_unary("/decant.v1.Nothing/Nothing")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(b"", timeout=15)
+        return caught.value.code().name
