@@ -30,6 +30,7 @@ SILENCE_LIMIT_S = 10.0
 """Long enough for a test to look around while a parcel is held back, on a busy machine too."""
 START_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 300.0
+REST_LIMIT_S = 30.0
 STATED_LEASE_MS = 3_600_000
 
 COMMON = (
@@ -246,7 +247,8 @@ class Deployment:
 
 
 class Spent:
-    """What the counters of some nodes grew by between entering and leaving.
+    """What the counters of some nodes grew by between entering and leaving, each time once they rest: a prefill node may hear
+    that its last parcel has left after the client has its answer.
 
     Counted quantities, by node: `moved` KV payload bytes at that end, `cached` prompt tokens found in the prefix cache,
     `stepped` tokens that went through the model.
@@ -259,11 +261,22 @@ class Spent:
         self._after: dict[str, Metrics] = {}
 
     async def __aenter__(self) -> Spent:
-        self._before = {node: await self._deployment.metrics(node) for node in self._nodes}
+        self._before = {node: await self._at_rest(node) for node in self._nodes}
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._after = {node: await self._deployment.metrics(node) for node in self._nodes}
+        self._after = {node: await self._at_rest(node) for node in self._nodes}
+
+    async def _at_rest(self, node: str) -> Metrics:
+        """The node's metrics when it holds no block, slot or request."""
+
+        async def rests() -> bool:
+            found = await self._deployment.metrics(node)
+            held = found.blocks()["in_use"] + found.value("requests_running") + found.value("requests_waiting")
+            return not held and set(found.nonzero("staging_slots")) <= {"free"}
+
+        await eventually(rests, REST_LIMIT_S, f"{node} rests")
+        return await self._deployment.metrics(node)
 
     def grown(self, node: str, name: str, **labels: str) -> int:
         grown = self._after[node].value(name, **labels) - self._before[node].value(name, **labels)
