@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import grpc.aio
 from chaos_network import Network
-from pd_nodes import Metrics
+from pd_nodes import Metrics, json_lines
 
 from bench.ports import free_ports
 from foundation.keys import draw_master_keys, write_key_file
@@ -121,11 +121,7 @@ class Member:
         return Metrics(body)
 
     def lines_since(self, offset: int) -> Iterator[dict[str, Any]]:
-        with self.log_path.open("rb") as log:
-            log.seek(offset)
-            for line in log:
-                if line.startswith(b"{"):
-                    yield json.loads(line)
+        yield from json_lines(self.log_path, offset)
 
     def log_size(self) -> int:
         return self.log_path.stat().st_size if self.log_path.exists() else 0

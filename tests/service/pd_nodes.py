@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import eventually as eventually
@@ -148,6 +149,19 @@ def start_node(
         env=environment,
     )
     return NodeProcess(name, process, ports, log_path, log)
+
+
+def json_lines(log: Path, offset: int = 0) -> list[dict[str, Any]]:
+    """What a process has logged in JSON, from this byte on. A line that is not whole, for its process writes it just now or was
+    killed over it, is none."""
+    found = []
+    with log.open("rb") as lines:
+        lines.seek(offset)
+        for line in lines:
+            if line.startswith(b"{"):
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
+    return found
 
 
 def inherited() -> dict[str, str]:

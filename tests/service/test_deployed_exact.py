@@ -7,7 +7,6 @@ them cuts every transfer into at least 8 parcels. The default run takes 12 promp
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from dataclasses import replace
 import openai
 import pytest
 from deployment import TOKEN_BYTES, Deployment, Generated, RouterProcess, Spent
-from pd_nodes import NodeProcess
+from pd_nodes import NodeProcess, json_lines
 from references import Reference, load_references, near_tie_or_none
 from tcp_connections import carried_bytes
 
@@ -212,8 +211,7 @@ async def test_three_single_head_shards_to_a_whole_pool_cut_into_at_least_eight_
 
 def parcels_sent(prefill: NodeProcess) -> Counter[str]:
     """Parcels of each transfer, as the log of a prefill node tells."""
-    lines = (json.loads(line) for line in prefill.log().splitlines() if '"stage": "sent"' in line)
-    return Counter(line["transfer"] for line in lines)
+    return Counter(line["transfer"] for line in json_lines(prefill.log_path) if line.get("stage") == "sent")
 
 
 async def test_the_kv_travels_beside_the_control_stream_and_never_on_it(deployment: Deployment) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from deployment import SMALL_SLOT_BYTES, TOKEN_BYTES, Deployment, Spent
-from pd_nodes import NodeProcess
+from pd_nodes import NodeProcess, json_lines
 from references import ONLY_WITH_ALL, all_references, near_tie_or_none
 
 from foundation.kv_layout import KvLayout
@@ -24,11 +22,9 @@ TRIES = 3
 """Where the machine keeps a process waiting just then, nothing is hidden; so one of these must show it."""
 
 
-def told(node: NodeProcess, event: str) -> Iterator[dict[str, Any]]:
+def told(node: NodeProcess, event: str) -> list[dict[str, Any]]:
     """Lines of a node's log; timestamps of processes on one machine can be compared, and sorted as they are written."""
-    for line in node.log().splitlines():
-        if f'"event": "{event}"' in line:
-            yield json.loads(line)
+    return [line for line in json_lines(node.log_path) if line["event"] == event]
 
 
 async def test_all_but_the_last_chunk_has_landed_when_the_last_chunk_is_computed(deployment: Deployment) -> None:

@@ -6,7 +6,6 @@ Over UCX's TCP lane, with the toy model.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from pd_golden import toy_answer, toy_prompt
-from pd_nodes import NodeProcess, all_blocks_are_back, eventually, start_node, until_ready
+from pd_nodes import NodeProcess, all_blocks_are_back, eventually, json_lines, start_node, until_ready
 from pd_router_client import attached, greedy, new_request_id
 from pd_world import BLOCKS, SMALL, Pair
 
@@ -96,8 +95,8 @@ def resident_mib(node: NodeProcess) -> float:
 
 def ends_in_log(node: NodeProcess, request_id: str) -> list[str]:
     """Reasons with which D's log says that a transfer of this request ended."""
-    lines = [json.loads(line) for line in node.log().splitlines() if line.startswith("{") and request_id in line]
-    return [line["reason"] for line in lines if line["event"] == "transfer ended"]
+    lines = json_lines(node.log_path)
+    return [line["reason"] for line in lines if line["event"] == "transfer ended" and line["request"] == request_id]
 
 
 @pytest.mark.parametrize("cause", CAUSES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -17,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collecto
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as collector_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 from pd_golden import toy_prompt
-from pd_nodes import eventually
+from pd_nodes import eventually, json_lines
 from toy_cluster import ToyCluster, toy_cluster
 
 pytestmark = [pytest.mark.sockets, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -177,7 +176,7 @@ async def test_log_lines_of_all_three_processes_name_the_trace(traced: tuple[Toy
     await eventually(ended, 5.0, "the router logs the request's end")
     (line,) = [line for line in lines() if line["event"] == "request ended"]
     assert (line["trace_id"], line["attempt"], line["role"]) == ("ab" * 16, 1, "router")
-    failures = [json.loads(line) for line in cluster.nodes["d"].log().splitlines() if '"transfer ended"' in line]
+    failures = [line for line in json_lines(cluster.nodes["d"].log_path) if line["event"] == "transfer ended"]
     assert failures, "the test before this one lost a transfer"
     assert all({"request", "attempt", "try_number", "trace_id"} <= line.keys() for line in failures)
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
-from pd_nodes import NodeProcess, eventually, inherited, start_node
+from pd_nodes import NodeProcess, eventually, inherited, json_lines, start_node
 from pd_world import SMALL
 
 from bench.ports import free_ports
@@ -38,7 +38,7 @@ class ToyCluster:
         return f"http://127.0.0.1:{self.http_port}"
 
     def log(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log_path.read_text().splitlines() if line.startswith("{")]
+        return json_lines(self.log_path)
 
     def usable(self) -> set[str]:
         """Names of the nodes to which the router gives work."""
