@@ -11,7 +11,9 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 TIMES_ARE_TOLD = os.environ.get("DECANT_TIMES") == "told"
 """On a machine that others use at the same time, how long a failure takes to be noticed is told and not judged."""
@@ -50,6 +52,17 @@ async def eventually(fact: Callable[[], Awaitable[Any]], within_s: float, what: 
     while not await fact():
         assert patience.lasts(), f"not within {within_s} s: {what}"
         await asyncio.sleep(0.02)
+
+
+async def in_time(work: Awaitable[Result], within_s: float) -> Result:
+    """What `work` gives; fails when it is not over in time."""
+    task, patience = asyncio.ensure_future(work), Patience(within_s)
+    while not task.done() and patience.lasts():
+        await asyncio.wait((task,), timeout=LONGEST_LOOK_S)
+    if not task.done():
+        task.cancel()
+        raise AssertionError(f"not within {within_s} s: {work}")
+    return task.result()
 
 
 async def happens(event: asyncio.Event, within_s: float) -> bool:
