@@ -16,43 +16,45 @@ import numpy.typing as npt
 
 from foundation.errors import ConfigurationError
 from foundation.kv_layout import DTYPE_BYTES, KvLayout
+from foundation.kv_shards import LayoutError, Shard, shard_shape, shards
 
 Bytes = npt.NDArray[np.uint8]
 
+SETTINGS = {
+    "layer_group": "--kv-layer-group",
+    "pipeline_parallel": "--pipeline-parallel-size",
+    "tensor_parallel": "--tensor-parallel-size",
+}
+"""Who asks for a field of the layout."""
+
 
 @dataclass(frozen=True, slots=True)
-class PoolShard:
-    """Memory of one tensor-parallel rank of one pipeline stage, in the shape that `foundation.kv_layout` gives.
+class PoolShard(Shard):
+    """A shard and its memory, in the shape that `foundation.kv_layout` gives.
 
     `memory` is uint8 [layers / layer_group, blocks, layer_group, 2, *inner, head_dim * dtype bytes], C-contiguous.
     """
 
-    stage: int
-    rank: int
-    first_layer: int
-    end_layer: int
-    first_head: int
-    end_head: int
     layer_group: int
     memory: Bytes
 
-    @property
-    def heads(self) -> int:
-        return self.end_head - self.first_head
-
 
 class KvStorage:
-    """All shards of one node's pool, numbered stage-major: shard = stage * tensor_parallel + rank."""
+    """All shards of one node's pool, numbered as `foundation.kv_shards` does."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        """Raises ConfigurationError naming the setting that does not fit the model."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.owner_words: npt.NDArray[np.uint64] = np.zeros(num_blocks, np.uint64)
-        self.shards: tuple[PoolShard, ...] = tuple(
-            _allocate(layout, num_blocks, stage, rank, layers, heads)
-            for stage, layers in enumerate(_stage_layers(layout))
-            for rank, heads in enumerate(_rank_heads(layout))
-        )
+        if layout.layer_group > layout.layers:
+            raise ConfigurationError(
+                "--kv-layer-group", f"is {layout.layer_group}; the model has {layout.layers} layers"
+            )
+        try:
+            self.shards: tuple[PoolShard, ...] = tuple(_allocate(layout, num_blocks, shard) for shard in shards(layout))
+        except LayoutError as error:
+            raise ConfigurationError(SETTINGS[error.field], error.problem) from error
 
     def pool_views(self) -> tuple[Bytes, ...]:
         """One uint8 array a shard (see `PoolShard.memory`); writing to it writes the pool."""
@@ -68,40 +70,8 @@ class KvStorage:
         return tuple(shard for shard in self.shards if shard.first_layer <= layer < shard.end_layer)
 
 
-def _allocate(
-    layout: KvLayout, num_blocks: int, stage: int, rank: int, layers: tuple[int, int], heads: tuple[int, int]
-) -> PoolShard:
-    if layout.layer_group > layout.layers:
-        raise ConfigurationError("--kv-layer-group", f"is {layout.layer_group}; the model has {layout.layers} layers")
-    count = layers[1] - layers[0]
-    group = min(layout.layer_group, count)
-    if count % group:
-        raise ConfigurationError(
-            "--kv-layer-group", f"is {layout.layer_group}; it must divide the {count} layers of a pipeline stage"
-        )
-    share = heads[1] - heads[0]
-    inner = (layout.block_size, share) if layout.head_order == "NHD" else (share, layout.block_size)
-    row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
-    memory = np.zeros((count // group, num_blocks, group, 2, *inner, row_bytes), np.uint8)
-    return PoolShard(stage, rank, *layers, *heads, group, memory)
-
-
-def _stage_layers(layout: KvLayout) -> list[tuple[int, int]]:
-    stages = layout.pipeline_parallel
-    if not 1 <= stages <= layout.layers:
-        raise ConfigurationError("--pipeline-parallel-size", f"is {stages}; the model has {layout.layers} layers")
-    share, rest = divmod(layout.layers, stages)
-    ends = [share * (stage + 1) + min(stage + 1, rest) for stage in range(stages)]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def _rank_heads(layout: KvLayout) -> list[tuple[int, int]]:
-    ranks, heads = layout.tensor_parallel, layout.kv_heads
-    if ranks < 1 or (ranks < heads and heads % ranks):
-        raise ConfigurationError(
-            "--tensor-parallel-size", f"is {ranks}; it must divide the {heads} KV heads or be larger"
-        )
-    if ranks > heads:
-        return [(rank * heads // ranks, rank * heads // ranks + 1) for rank in range(ranks)]
-    share = heads // ranks
-    return [(rank * share, (rank + 1) * share) for rank in range(ranks)]
+def _allocate(layout: KvLayout, num_blocks: int, shard: Shard) -> PoolShard:
+    *outer, head_dim = shard_shape(layout, shard, num_blocks)
+    memory = np.zeros((*outer, head_dim * DTYPE_BYTES[layout.dtype]), np.uint8)
+    layers, heads = (shard.first_layer, shard.end_layer), (shard.first_head, shard.end_head)
+    return PoolShard(shard.stage, shard.rank, *layers, *heads, layer_group=memory.shape[2], memory=memory)

@@ -14,7 +14,7 @@ from math import lcm
 from typing import NamedTuple
 
 from foundation.kv_layout import KvLayout
-from kv_transfer.plan.shards import head_cuts, layer_cuts
+from foundation.kv_shards import LayoutError, rank_heads, stage_layers
 
 Range = tuple[int, int]
 
@@ -94,8 +94,8 @@ def _cell_grid(
 
     Whole blocks of both sides come first: layers, then heads are cut finer before a block is.
     """
-    layer_runs = tuple(pairwise(sorted(layer_cuts(source) | layer_cuts(target))))
-    head_runs = tuple(pairwise(sorted(head_cuts(source) | head_cuts(target))))
+    layer_runs = tuple(pairwise(sorted(_layer_cuts(source) | _layer_cuts(target))))
+    head_runs = tuple(pairwise(sorted(_head_cuts(source) | _head_cuts(target))))
     unit_bytes = 2 * source.head_bytes
     if unit_bytes > slot_bytes:
         raise ValueError(f"slot_bytes is {slot_bytes}; one head's K and V at one position take {unit_bytes}")
@@ -113,6 +113,22 @@ def _cell_grid(
     widest_layers = max(end - first for first, end in layer_runs)
     stride = triples // (widest_layers * widest_heads) // unit * unit
     return layer_runs, head_runs, stride, unit
+
+
+def _layer_cuts(layout: KvLayout) -> frozenset[int]:
+    """Layers at which a run of layers that lies together in one array begins; the number of layers included.
+
+    A stage's layers are grouped from its first one on; a stage of fewer layers than `layer_group` is one group.
+    """
+    if layout.layer_group < 1:
+        raise LayoutError("layer_group", f"is {layout.layer_group}; it must be at least 1")
+    begins = (layer for first, end in stage_layers(layout) for layer in range(first, end, layout.layer_group))
+    return frozenset((*begins, layout.layers))
+
+
+def _head_cuts(layout: KvLayout) -> frozenset[int]:
+    """Heads at which some rank's share begins; the number of heads included."""
+    return frozenset((*(first for first, _ in rank_heads(layout)), layout.kv_heads))
 
 
 def _finer(runs: tuple[Range, ...], limit: int) -> tuple[Range, ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foundation.kv_layout import KvLayout
+from foundation.kv_shards import Shard, shards
 from kv_transfer.plan.parcels import ParcelName
-from kv_transfer.plan.shards import Shard, shards
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,11 @@ from foundation.fingerprint import Fingerprint
 from foundation.ids import BlockId, Incarnation, NodeId, RequestId, TransferId
 from foundation.keys import MasterKeys
 from foundation.kv_layout import KvLayout
+from foundation.kv_shards import shard_shape, shards
 from foundation.ticket import Ticket, digest_of_fingerprint, digest_of_tokens, sign_ticket
 from kv_transfer.decode_driver import DecodeDriver
 from kv_transfer.driver import EngineProgress, NodeIdentity, TransferLimits
 from kv_transfer.faults import Faults
-from kv_transfer.plan.shards import shard_shape, shards
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.port import BeginTransfer, PrefillRequest, SettledToken, TransferAccount
 from kv_transfer.prefill_driver import PrefillDriver

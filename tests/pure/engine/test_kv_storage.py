@@ -10,7 +10,7 @@ import pytest
 from engine.kv_cache.storage import KvStorage
 from foundation.errors import ConfigurationError
 from foundation.kv_layout import KvLayout
-from kv_transfer.plan.shards import shard_shape, shards
+from foundation.kv_shards import shard_shape, shards
 
 
 @pytest.mark.parametrize("head_order", ["NHD", "HND"])

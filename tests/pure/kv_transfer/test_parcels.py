@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from foundation.ids import BlockId
 from foundation.kv_layout import KvLayout
+from foundation.kv_shards import shard_shape, shards
 from kv_transfer.plan.parcels import (
     PARCELS_AT_MOST,
     ParcelName,
@@ -18,7 +19,6 @@ from kv_transfer.plan.parcels import (
     verified_prefix,
 )
 from kv_transfer.plan.regions import source_region, target_regions
-from kv_transfer.plan.shards import shard_shape, shards
 from kv_transfer.pool_copy import KvPool, gather_parcel, scatter_parcel
 
 HEAD_DIM = 2

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from foundation.ids import BlockId
 from foundation.kv_layout import KvLayout
+from foundation.kv_shards import shards
 from kv_transfer.plan.parcels import ParcelName, cut_parcels
-from kv_transfer.plan.shards import shards
 from kv_transfer.pool_copy import KvPool, gather_parcel, scatter_parcel
 
 LAYERS, HEADS, HEAD_DIM = 6, 3, 2
