@@ -18,6 +18,7 @@ from decant_proto.v1 import types_pb2
 
 from router.generation import Generation, Refusal
 from router.journey import Ending, PositionedToken
+from router.prompt_scores import PromptScores
 from router.text import AnswerText, AnyDetokenizer
 
 WRITE_GRACE_S = 30.0
@@ -65,6 +66,8 @@ class AnswerStream:
         self.cached_tokens: int | None = None
         """Prompt tokens whose KV was cached on the decode node; None before the first token."""
         self.finish_reason: str | None = None
+        self.prompt_scores = PromptScores(len(generation.prompt)) if sampling.prompt_logprobs is not None else None
+        """Complete before the first token."""
         self._text = AnswerText(
             detokenizer,
             sampling.stop,
@@ -80,7 +83,9 @@ class AnswerStream:
         self.push: Push | None = None
         """Set by the reader when it has written its first piece."""
         self._last: Piece | None = None
-        """The last piece, where it was found before it was asked for: a stop string ended the answer."""
+        """The last piece, which is found before it is asked for."""
+        self._broken: Exception | None = None
+        """A bug in what this answer needs, for its reader."""
         self._closed = False
 
     # --- the dispatcher's side
@@ -103,30 +108,32 @@ class AnswerStream:
             else:
                 push.take(piece)
         except Exception as error:
-            # A bug in what this answer needs ends its own reader, not the node's stream, on which everybody's tokens come.
-            if not waiting.done():
-                waiting.set_exception(error)
+            self._break(error)
 
     def finish(self, ending: Ending) -> None:
-        self._ending = ending
-        if self.finish_reason is None:
-            self.finish_reason = "length" if ending is Ending.LENGTH else "stop"
-        self._awaken()
+        """Reads what has come to its end, for a stop string in it is what ends the answer; `finish_reason` is known then."""
+        if not self._ended:
+            self._ending, self.finish_reason = ending, "length" if ending is Ending.LENGTH else "stop"
+            self._read_rest()
 
     def fail(self, failure: Refusal) -> None:
-        self._failure = failure
-        self._awaken()
+        """The same: `finish_reason` is set where a stop string in what has come had ended the answer before it failed."""
+        if not self._ended:
+            self._failure = failure
+            self._read_rest()
 
     # --- the reader's side
 
     async def next(self) -> Piece:
         """Waits for something new. At most one reader; not again after the last piece."""
-        if not self._tokens and self._ending is None and self._failure is None and self._last is None:
+        if not self._tokens and self._last is None and self._broken is None:
             self._wake = asyncio.get_running_loop().create_future()
             try:
                 await self._wake
             finally:
                 self._wake = None
+        if self._broken is not None:
+            raise self._broken
         if self._last is not None:
             return self._last
         tokens, self._tokens = self._tokens, []
@@ -138,6 +145,24 @@ class AnswerStream:
             self._closed = True
             self._client_left()
 
+    @property
+    def _ended(self) -> bool:
+        return self.finish_reason is not None or self._failure is not None or self._broken is not None
+
+    def _read_rest(self) -> None:
+        tokens, self._tokens = self._tokens, []
+        try:
+            self._last = self._piece(tokens)
+        except Exception as error:
+            self.finish_reason = None
+            self._break(error)
+        self._awaken()
+
+    def _break(self, error: Exception) -> None:
+        """A bug ends this answer's reader, not the node's stream, on which everybody's tokens come."""
+        self._broken = error
+        self._awaken()
+
     def _piece(self, tokens: Sequence[types_pb2.Token]) -> Piece:
         texts = []
         # The token that ends an answer is counted, but written only if it was asked for.
@@ -148,18 +173,22 @@ class AnswerStream:
                 break
             texts.append(self._text.add(token.token_id))
             if self._text.stop_found is not None:
-                self._stop_found()
-                self.finish_reason = "stop"
-                return Piece("".join(texts), tokens[: index + 1], "stop", self._text.stop_found)
+                return self._stopped("".join(texts), tokens[: index + 1])
         if self._ending is None and self._failure is None:
             return Piece("".join(texts), tokens)
         texts.append(self._text.finish())
         if self._failure is not None:
             return Piece("".join(texts), tokens, failure=self._failure)
         if self._text.stop_found is not None:  # in what was held back
-            self.finish_reason = "stop"
-            return Piece("".join(texts), tokens, "stop", self._text.stop_found)
+            return self._stopped("".join(texts), tokens)
         return Piece("".join(texts), tokens, self.finish_reason, self._stop_token(tokens))
+
+    def _stopped(self, text: str, tokens: Sequence[types_pb2.Token]) -> Piece:
+        goes_on = not self._ended
+        self.finish_reason, self._failure = "stop", None
+        if goes_on:
+            self._stop_found()
+        return Piece(text, tokens, "stop", self._text.stop_found)
 
     def _stop_token(self, tokens: Sequence[types_pb2.Token]) -> int | None:
         if self._ending is Ending.STOP and tokens and tokens[-1].token_id in self.generation.sampling.stop_token_ids:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
 
 from decant_proto.v1 import node_pb2, types_pb2
@@ -20,7 +20,7 @@ from foundation.metrics import RouterMetrics
 from router.answer import AnswerStream
 from router.family import Lead
 from router.fleet import Fleet
-from router.generation import Generation
+from router.generation import Generation, Sampling
 from router.journey import (
     AttemptLost,
     Begin,
@@ -47,7 +47,16 @@ from router.journey import (
 from router.placement import NoPlacement, Placement, prefix_chain
 from router.request_trace import Caller, Traces
 from router.tokenizer import ModelText
-from router.wording import Account, Failure, computed_on, placement_reason, refusal_of, sampling_message
+from router.wording import (
+    INTERNAL_ERROR,
+    Account,
+    Failure,
+    computed_on,
+    placement_reason,
+    refusal_of,
+    sampling_message,
+    unavailable,
+)
 
 log = get_logger()
 
@@ -122,7 +131,7 @@ class Ongoing:
         """Predicted time to first token, counted from the placement."""
         self._began_s = self._placed_s = self._last_token_s = around.now()
         self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.call_later(generation.deadline_s, lambda: self.handle(DeadlinePassed()))
+        self._deadline = self._later(generation.deadline_s, lambda: self.handle(DeadlinePassed()))
         self._patience: asyncio.TimerHandle | None = None
         self._place_again: asyncio.TimerHandle | None = None
 
@@ -135,8 +144,8 @@ class Ongoing:
     def output(self, output: node_pb2.RequestOutput) -> None:
         """What a node says of one of this request's attempts."""
         tokens = output.tokens
-        if self.stream.cached_tokens is None and output.HasField("prompt_account"):
-            self.stream.cached_tokens = min(output.prompt_account.cached, len(self.generation.prompt))
+        if self.stream.cached_tokens is None:
+            self._hear_of_prompt(output)
         if self._attempt_speaks and not output.finish_reason and len(tokens) == 1:
             token = tokens[0]
             if self.journey.extend(output.attempt, token.position, token.token_id):
@@ -150,6 +159,13 @@ class Ongoing:
         retry_after_s = output.retry_after_ms / 1000
         self.handle(Output(output.attempt, tokens, ending, output.failure, output.retryable, retry_after_s))
 
+    def _hear_of_prompt(self, output: node_pb2.RequestOutput) -> None:
+        stream = self.stream
+        if output.HasField("prompt_account"):
+            stream.cached_tokens = min(output.prompt_account.cached, len(self.generation.prompt))
+        if stream.prompt_scores is not None and output.attempt == self.journey.attempt:
+            stream.prompt_scores.take(output.prompt_logprobs)
+
     def find_place(self) -> None:
         """A node may have become usable for this request, which has none."""
         self._place(Place(frozenset(node for node, _ in self.journey.lost)))
@@ -160,7 +176,14 @@ class Ongoing:
         if journey.node != node or journey.state is not State.RUNNING:
             return True
         avoid = frozenset(lost for lost, _ in journey.lost)
-        placed = self._fleet.place(journey.next_position, self._missing_tokens, self._chain, avoid, with_room=True)
+        placed = self._fleet.place(
+            journey.next_position,
+            self._missing_tokens,
+            self._chain,
+            avoid,
+            with_room=True,
+            local_reason=self._local_reason,
+        )
         if not isinstance(placed, Placement) or placed.decode.node == node:
             return False
         moved = Moved(journey.attempt, placed.decode.node)
@@ -217,11 +240,11 @@ class Ongoing:
         self._note_lost_attempt()
         if effect.after_s > 0:
             self._books.without_node(self)
-            self._place_again = self._loop.call_later(effect.after_s, self.find_place)
+            self._place_again = self._later(effect.after_s, self.find_place)
             return
         placed: Placement | NoPlacement
         placed = self._beside_leader(effect.avoid) or self._fleet.place(
-            self.journey.next_position, self._missing_tokens, self._chain, effect.avoid
+            self.journey.next_position, self._missing_tokens, self._chain, effect.avoid, local_reason=self._local_reason
         )
         if isinstance(placed, Placement) and not self.first_token_seen and self._too_late(placed.expected_s):
             placed = NoPlacement("deadline_unmeetable")
@@ -239,11 +262,11 @@ class Ongoing:
                 elif self._patience is None:
                     around = self._around
                     patience_s = around.failover_patience_s if self.first_token_seen else around.patience_s
-                    self._patience = self._loop.call_later(patience_s, lambda: self.handle(PatienceOver()))
+                    self._patience = self._later(patience_s, lambda: self.handle(PatienceOver()))
 
     def _beside_leader(self, avoid: frozenset[NodeId]) -> Placement | None:
         """With the choice of the same prompt that gets its KV, if there is one."""
-        family = self.generation.family
+        family = self.generation.family if not self._local_reason else None
         self._follows = family.lead_from(avoid) if family is not None else None
         return Placement(self._follows.decode, (), "fork") if self._follows is not None else None
 
@@ -270,7 +293,7 @@ class Ongoing:
             attempt=effect.attempt,
             prompt_token_ids=generation.prompt,
             settled_token_ids=settled,
-            sampling=sampling_message(generation.sampling),
+            sampling=sampling_message(self._sampling),
             choice_index=generation.choice_index,
             deadline_ms=self._remaining_ms(),
             prefill_choices=fleet.prefill_choices(placement, attempt, generation.prompt, settled),
@@ -286,7 +309,7 @@ class Ongoing:
         if link is None or not link.send(node_pb2.RouterMessage(submit=submit)):
             # Not now: the effects in hand come first.
             lost = AttemptLost(effect.attempt, "not_sent")
-            self._loop.call_soon(lambda: self.handle(lost))
+            self._later(0, lambda: self.handle(lost))
 
     def _cancel(self, effect: CancelAttempt) -> None:
         link = self._fleet.link(effect.node)
@@ -304,6 +327,8 @@ class Ongoing:
         if not self.first_token_seen:
             self.first_token_seen = True
             self._books.first_token(self)
+            if self._local_reason:
+                self.stream.fail(unavailable("the decode node gave no log probabilities of the prompt", "not_scored"))
             metrics.time_to_first_token_seconds.observe(now_s - self._began_s)
             self._trace.first_token(now_s - self._began_s)
             if self._expected_s:
@@ -318,9 +343,10 @@ class Ongoing:
         if self.journey.attempt == 0:
             unmeetable = effect.reason == "deadline_unmeetable"
             self._metrics.requests_refused_total.count(effect.reason if unmeetable else "no_node")
-        self._failure = effect.reason
-        self._note("request", effect.reason, self.journey.node or "")
         self.stream.fail(refusal_of(effect, begun=self.first_token_seen))
+        if self.stream.finish_reason is None:
+            self._failure = effect.reason
+            self._note("request", effect.reason, self.journey.node or "")
 
     # --- the end
 
@@ -351,13 +377,8 @@ class Ongoing:
         )
 
     def _end_reason(self) -> str:
-        match self.journey.state:
-            case State.FINISHED:
-                return self.stream.finish_reason or "stop"
-            case State.CANCELLED:
-                return "cancelled"
-            case _:
-                return "failed"
+        """As the client reads it."""
+        return self.stream.finish_reason or ("cancelled" if self.journey.state is State.CANCELLED else "failed")
 
     def _note_lost_attempt(self) -> None:
         """What is placed again, has just lost its node, or has waited since."""
@@ -388,9 +409,33 @@ class Ongoing:
 
     # --- time and what is left to do
 
+    def _later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_later(delay_s, self._by_itself, act)
+
+    def _by_itself(self, act: Callable[[], None]) -> None:
+        """The root of what no node and no client asks for: a bug ends this request, loudly, and no other."""
+        try:
+            act()
+        except Exception:
+            log.exception("request failed inside the router", request=self.generation.request_id)
+            self.stream.fail(INTERNAL_ERROR)
+
     @property
     def _missing_tokens(self) -> int:
         return self.generation.sampling.max_tokens - len(self.journey.log)
+
+    @property
+    def _local_reason(self) -> str:
+        """Why the decode node must compute the whole prompt itself; empty: it need not."""
+        scores = self.stream.prompt_scores
+        return "prompt_logprobs" if scores is not None and not scores.complete else ""
+
+    @property
+    def _sampling(self) -> Sampling:
+        """Without what has been answered already."""
+        sampling = self.generation.sampling
+        scored = self.stream.prompt_scores is not None and self.stream.prompt_scores.complete
+        return replace(sampling, prompt_logprobs=None) if scored else sampling
 
     def _too_late(self, expected_s: float | None) -> bool:
         """Whether even the first token would come after the deadline, so that all work would be for nothing."""

@@ -22,6 +22,7 @@ from typing import Any
 from aiohttp import web
 from decant_proto.v1 import node_pb2
 
+from foundation.background import end
 from foundation.log import get_logger
 from router.live_page.board import Board
 from router.live_page.curves import Curves, Sample
@@ -83,11 +84,11 @@ class LivePage:
         self._task = asyncio.create_task(self._run(), name="live page")
 
     async def close(self) -> None:
+        await end(self._task)
+        await self._end_streams()
+
+    async def _end_streams(self) -> None:
         self._closing = True
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
         async with self._news:
             self._news.notify_all()
 
@@ -146,6 +147,7 @@ class LivePage:
             await self._follow()
         except Exception:  # a page that fails must not touch requests
             log.exception("live page stopped")
+            await self._end_streams()  # whoever looks sees that it has stopped
 
     async def _follow(self) -> None:
         """Runs for the router's life: a sample a second; snapshots while somebody looks."""

@@ -22,7 +22,10 @@ from foundation.registry_entry import Role
 from router import main as router_main
 from router.clients import NodeLink
 from router.fleet import Fleet
+from router.journey import DeadlinePassed, Event
+from router.live_page.board import Board
 from router.main import Router, listen
+from router.ongoing import Ongoing
 from router.options import RouterOptions
 from router.tokenizer import ModelText
 
@@ -79,6 +82,34 @@ async def test_a_stream_whose_writer_or_watch_fails_is_begun_again(
             node.say(None)  # type: ignore[arg-type]  # its end of the stream
             await until(lambda: node.attached >= 3)
         await until(lambda: not router.router.fleet.not_ready_reasons())
+        assert (await router.post("/v1/completions", PROMPT))[0] == 200
+
+
+async def test_f28_a_timer_that_fails_ends_its_own_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Ongoing.handle
+
+    def fails_at_its_deadline(self: Ongoing, event: Event) -> None:
+        if isinstance(event, DeadlinePassed):
+            planted()
+        handle(self, event)
+
+    monkeypatch.setattr(Ongoing, "handle", fails_at_its_deadline)
+    node = FakeNode("d0", tokens_until_pause=3)
+    async with router_with(folder, node, request_timeout_s=0.2) as router:
+        status, found = await router.post("/v1/completions", PROMPT)
+        assert (status, found["error"]["code"]) == (500, "internal_error")
+        await until(lambda: not node.requests)
+        assert router.router.dispatcher.in_flight == 0
+
+
+async def test_a_live_page_that_fails_ends_its_viewers_streams_and_no_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with router_with(folder, FakeNode("d0")) as router:
+        async with router.http.get(f"{router.url}/ui/events") as response:
+            await response.content.readuntil(b"event: snapshot")
+            monkeypatch.setattr(Board, "snapshot", planted)
+            await asyncio.wait_for(response.read(), 20)
         assert (await router.post("/v1/completions", PROMPT))[0] == 200
 
 

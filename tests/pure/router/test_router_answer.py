@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +12,7 @@ from decant_proto.v1 import types_pb2
 
 from router.admission import Admission
 from router.answer import AnswerStream, Piece
-from router.generation import Generation, Sampling
+from router.generation import Generation, Refusal, RefusalKind, Sampling
 from router.journey import Ending
 from router.text import Detokenizer
 
@@ -115,6 +115,47 @@ async def test_a_stop_string_that_is_complete_in_a_pushed_piece_ends_the_answer(
     assert reader.written.text == "some text"
     assert reader.last is not None
     assert (reader.last.finish_reason, reader.last.stop_reason) == ("stop", "<end>")
+
+
+def failure() -> Refusal:
+    return Refusal(RefusalKind.UNAVAILABLE, "lost", code="lost")
+
+
+@pytest.mark.parametrize("end", [lambda stream: stream.finish(Ending.LENGTH), lambda stream: stream.fail(failure())])
+async def test_f20_a_stop_string_in_what_came_with_the_end_is_the_end_and_known_at_once(
+    end: Callable[[AnswerStream], None],
+) -> None:
+    stopped: list[str] = []
+    stream = new_stream(stopped)
+    for position, character in enumerate("some<end>more"):
+        stream.deliver(token(character, position))
+    end(stream)
+    assert stream.finish_reason == "stop", "whoever counts need not wait for a client to read"
+    piece = await stream.next()
+    assert (piece.text, piece.finish_reason, piece.stop_reason, piece.failure) == ("some", "stop", "<end>", None)
+    assert stopped == [], "nobody computes any more"
+
+
+async def test_a_failure_keeps_the_text_before_it_and_a_second_end_changes_nothing() -> None:
+    stream = new_stream([])
+    stream.deliver(token("a", 0))
+    stream.fail(failure())
+    stream.finish(Ending.LENGTH)
+    stream.fail(Refusal(RefusalKind.INTERNAL, "later"))
+    piece = await stream.next()
+    assert (piece.text, piece.failure, stream.finish_reason) == ("a", failure(), None)
+
+
+async def test_f28_what_fails_in_an_answers_text_at_its_end_ends_its_reader_and_nobody_else() -> None:
+    def broken(token_ids: Sequence[int]) -> str:
+        raise LookupError("a bug")
+
+    stream = AnswerStream(Generation("r", (1, 2), SAMPLING, 60.0), Detokenizer(broken), lambda: None, lambda: None)
+    stream.deliver(token("a", 0))
+    stream.finish(Ending.LENGTH)  # on the stream of a node, which goes on
+    assert stream.finish_reason is None
+    with pytest.raises(LookupError, match="a bug"):
+        await stream.next()
 
 
 async def test_f28_what_fails_while_a_piece_is_pushed_ends_its_reader_and_nobody_else() -> None:
