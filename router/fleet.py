@@ -171,6 +171,7 @@ class Fleet:
         avoid: frozenset[NodeId],
         *,
         with_room: bool = False,
+        local_reason: str = "",
     ) -> Placement | NoPlacement:
         """`with_room`: only on a decode node whose engine would decode it at once, not queue it."""
         candidates = [self._candidate(link) for link in self._links.values()]
@@ -183,6 +184,7 @@ class Fleet:
             avoid,
             self._disaggregate,
             with_room=with_room,
+            local_reason=local_reason,
         )
 
     # --- what the dispatcher does with a placement

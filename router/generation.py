@@ -94,6 +94,7 @@ class SamplingWishes:
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop: bool | None = None
     skip_special_tokens: bool | None = None
     repetition_penalty: float | None = None
@@ -123,6 +124,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
     logprobs: int | None
+    prompt_logprobs: int | None = None
+    """Log probabilities of the prompt's own tokens, with so many of the best of each position; None: of none."""
     include_stop: bool = False
     """What ends the answer (a stop string, or the text of a stop token) belongs to its text."""
     skip_special_tokens: bool = True
@@ -199,9 +202,12 @@ def checked_sampling(
     _check_number("frequency_penalty", frequency, -LARGEST_PENALTY, LARGEST_PENALTY)
     if wishes.seed is not None and not -(SEED_RANGE >> 1) <= wishes.seed < SEED_RANGE:
         raise invalid("seed", f"seed must fit 64 bits, not {wishes.seed}")
-    if wishes.logprobs is not None and not 0 <= wishes.logprobs <= MOST_LOGPROBS:
-        parameter = wishes.logprobs_parameter
-        raise invalid(parameter, f"{parameter} must be between 0 and {MOST_LOGPROBS}, not {wishes.logprobs}")
+    for parameter, wanted in (
+        (wishes.logprobs_parameter, wishes.logprobs),
+        ("prompt_logprobs", wishes.prompt_logprobs),
+    ):
+        if wanted is not None and not 0 <= wanted <= MOST_LOGPROBS:
+            raise invalid(parameter, f"{parameter} must be between 0 and {MOST_LOGPROBS}, not {wanted}")
     max_tokens = _checked_max_tokens(wishes, prompt_tokens, default_max_tokens, context_limit)
     min_tokens = wishes.min_tokens or 0
     if not 0 <= min_tokens <= max_tokens:
@@ -224,6 +230,7 @@ def checked_sampling(
         stop_token_ids=_checked_stop_token_ids(wishes.stop_token_ids, vocabulary_size),
         stop=_checked_stops(wishes.stop),
         logprobs=wishes.logprobs,
+        prompt_logprobs=wishes.prompt_logprobs,
         include_stop=bool(wishes.include_stop),
         skip_special_tokens=wishes.skip_special_tokens is not False,
         repetition_penalty=repetition,

@@ -119,6 +119,7 @@ def _wishes(request: inference_pb2.GenerateRequest) -> SamplingWishes:
         stop_token_ids=tuple(asked.stop_token_ids),
         stop=tuple(request.stop),
         logprobs=asked.logprobs if given("logprobs") else None,
+        prompt_logprobs=asked.prompt_logprobs if given("prompt_logprobs") else None,
         repetition_penalty=asked.repetition_penalty if given("repetition_penalty") else None,
         presence_penalty=asked.presence_penalty if given("presence_penalty") else None,
         frequency_penalty=asked.frequency_penalty if given("frequency_penalty") else None,
@@ -148,10 +149,16 @@ def _grammar(request: inference_pb2.GenerateRequest) -> str:
 async def _write(context: Context, streams: Sequence[AnswerStream]) -> None:
     """All answers, whole. Waits where the client does not read."""
     await context.send_initial_metadata((("decant-request-id", streams[0].generation.request_id),))
+    unsaid = streams[0].prompt_scores
     async with contextlib.aclosing(pieces_of(streams)) as pieces:
         async for index, piece in pieces:
             if piece.failure is not None:
                 await abort(context, piece.failure)
+            if unsaid is not None and index == 0:
+                for run in unsaid.runs():
+                    named = streams[0].generation.request_id
+                    await context.write(inference_pb2.GenerateResponse(request_id=named, prompt_logprobs=run))
+                unsaid = None
             await context.write(_response(index, streams[index], piece))
 
 

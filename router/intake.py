@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -154,8 +154,17 @@ class Intake:
                 bad_words=bad_words,
             )
             deadline_s = min(timeout_s or self.request_timeout_s, self.request_timeout_s)
+            further = replace(sampling, prompt_logprobs=None)  # the first choice tells of the prompt for all of them
             generations += [
-                Generation(mint_request_id(), prompt, sampling, deadline_s, choice, family, correlation_id)
+                Generation(
+                    mint_request_id(),
+                    prompt,
+                    further if choice else sampling,
+                    deadline_s,
+                    choice,
+                    family,
+                    correlation_id,
+                )
                 for choice in range(choices)
             ]
         return generations

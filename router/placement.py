@@ -149,15 +149,17 @@ def place(
     disaggregate: Disaggregate = Disaggregate.ALWAYS,
     *,
     with_room: bool = False,
+    local_reason: str = "",
 ) -> Placement | NoPlacement:
     """Cheapest decode node, and the cheapest prefill nodes that can pair with it, if they are to compute the prompt.
 
     `prompt_tokens` counts settled tokens too. Nodes in `avoid` lost this request before: taken only if there is no other.
-    `with_room`: only on a decode node with a free seat.
+    `with_room`: only on a decode node with a free seat. `local_reason`: why that node must compute the whole prompt itself;
+    empty where it need not.
     """
 
     def missing(candidate: Candidate) -> int:
-        return prompt_tokens - memory.held_tokens(chain, candidate.key)
+        return prompt_tokens - (0 if local_reason else memory.held_tokens(chain, candidate.key))
 
     def cost(candidate: Candidate) -> tuple[int, str]:
         return missing(candidate) + candidate.ahead_tokens, candidate.key.node
@@ -182,7 +184,7 @@ def place(
     fresh = [candidate for candidate in fitting if candidate.key.node not in avoid]
     # One to which no KV comes can compute prompts itself: better than none, but the others first.
     decode = min(fresh or fitting, key=lambda candidate: (candidate.serves_alone, *cost(candidate)))
-    prefill, reason = _prefill_choices(decode, candidates, disaggregate)
+    prefill, reason = ([], local_reason) if local_reason else _prefill_choices(decode, candidates, disaggregate)
     ranked = sorted(prefill, key=cost)[:MOST_PREFILL_CHOICES]
     choices = tuple(candidate.key for candidate in ranked)
     if not ranked:

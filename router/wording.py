@@ -76,6 +76,7 @@ def sampling_message(sampling: Sampling) -> types_pb2.SamplingParameters:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
@@ -96,6 +97,10 @@ _SENTENCES = {
     "no_decode_node": (RefusalKind.UNAVAILABLE, "no decode node is connected to this router"),
     "context_too_short": (RefusalKind.INVALID, "no decode node that is up has a context long enough for this prompt"),
     "prompt_too_long": (RefusalKind.INVALID, "the prompt is longer than the decode node can hold"),
+    "prompt_logprobs_not_offered": (
+        RefusalKind.INVALID,
+        "prompt_logprobs (and echo with logprobs) are not offered by decode nodes on a GPU, and there is no other",
+    ),
     "nothing_allowed": (
         RefusalKind.INVALID,
         "allowed_token_ids, bad_words, min_tokens and what ends an answer leave no token that may be drawn",

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decant_proto.v1 import types_pb2
 
 from router.answer import AnswerStream, Piece
+from router.openai.prompt_logprobs import TokenText, finite
 from router.tool_calls import CallDelta, Parsed, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
-LEAST_LOGPROB = -9999.0
-"""JSON has no minus infinity."""
-
-TokenText = Callable[[Sequence[int]], str]
-
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 _encode_string = json.encoder.encode_basestring_ascii
 
@@ -125,7 +121,7 @@ class CompletionForm:
             text_offset += len(text)
         return {
             "text_offset": offsets,
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "token_logprobs": [finite(token.logprob) for token in tokens],
             "tokens": [token_text([token.token_id]) for token in tokens],
             "top_logprobs": [_best(token, token_text) for token in tokens],
         }
@@ -170,7 +166,7 @@ class ChatForm:
     def _one(self, token_id: int, logprob: float, token_text: TokenText) -> dict[str, Any]:
         return {
             "token": token_text([token_id]),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": self._token_bytes(token_id),
         }
 
@@ -188,6 +184,12 @@ class Wanted:
     """Chunks say `"usage": null` before the last one tells it."""
     token_ids: bool = False
     """Each choice shows them beside its text; the prompt's stand where vLLM has them."""
+    prompt_logprobs: Callable[[AnswerStream], Any] | None = None
+    """Those of the prompt of this choice, which is its prompt's first, as they stand beside the answer."""
+    echoed: Callable[[AnswerStream, str], dict[str, list[Any]]] | None = None
+    """The same as the beginning of the answer's own, for a prompt that is written like this."""
+    prompt_alone: bool = False
+    """Nothing of the answer is shown, only the prompt."""
     parser: Callable[[], ToolCallParser] | None = None
     """Of answers that may call tools."""
     names_its_tool: bool = False
@@ -210,21 +212,24 @@ class Answer:
         self._envelope = envelope
         self._streams = streams
         self._wanted = wanted
-        self._choices = [
-            _Choice(index, parser=wanted.parser() if wanted.parser else None) for index in range(len(streams))
-        ]
         self._beginnings = beginnings or [""] * len(streams)
+        self._choices = [
+            _Choice(index, len(self._beginnings[index]), parser=wanted.parser() if wanted.parser else None)
+            for index in range(len(streams))
+        ]
         head = _compact(envelope.as_json(form.chunk_object))
         self._chunk_head = f'data: {head[:-1]},"choices":['
         self._chunk_tail = '],"usage":null}\n\n' if wanted.usage_key else "]}\n\n"
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """One event for what is new in one choice; empty when there is nothing to show."""
+        if self._wanted.prompt_alone:
+            piece = _without_answer(piece)
         choice = self._choices[index]
         parsed = choice.read(piece)
         logprobs = "null"
-        if piece.tokens and self._wants_logprobs(index):
-            logprobs = _compact(self._form.logprobs(piece.tokens, choice.text_length, self._wanted.token_text))
+        if self._wants_logprobs(index) and (piece.tokens or (self._wanted.echoed and not choice.began)):
+            logprobs = _compact(self._logprobs(choice, piece.tokens))
         elif not (parsed.content or parsed.calls or piece.last or self._wanted.token_ids) and choice.began:
             return b""
         finish = '"finish_reason":null,"stop_reason":null'
@@ -249,6 +254,8 @@ class Answer:
 
     def take(self, index: int, piece: Piece) -> None:
         """Keep a piece for the whole response."""
+        if self._wanted.prompt_alone:
+            piece = _without_answer(piece)
         choice = self._choices[index]
         choice.texts.append(choice.read(piece).content)
         if self._wanted.token_ids or self._wants_logprobs(index):
@@ -260,16 +267,41 @@ class Answer:
         for choice, last in zip(self._choices, lasts, strict=True):
             logprobs = None
             if self._wants_logprobs(choice.index):
-                logprobs = self._form.logprobs(choice.tokens, 0, self._wanted.token_text)
+                logprobs = self._logprobs(choice, choice.tokens)
             text = "".join([self._beginnings[choice.index], *choice.texts])
             ids = self._ids(choice, choice.tokens, with_prompt=True) if self._wanted.token_ids else {}
-            choices.append({**self._form.response_choice(choice, text, logprobs, self._ending(choice, last)), **ids})
+            shown = self._form.response_choice(choice, text, logprobs, self._ending(choice, last))
+            choices.append({**shown, **ids, **self._prompt_logprobs(choice.index, in_choice=True)})
         return {
             **self._envelope.as_json(self._form.object),
             "choices": choices,
             "usage": self.usage().as_json(),
             **self._prompt_ids_beside(),
+            **self._prompt_logprobs(0, in_choice=False),
         }
+
+    def _logprobs(self, choice: _Choice, tokens: Sequence[types_pb2.Token]) -> dict[str, Any]:
+        """Of these tokens, and before the first of them of a prompt that is echoed."""
+        found = self._form.logprobs(tokens, choice.text_length, self._wanted.token_text)
+        if self._wanted.echoed is None or choice.began:
+            return found
+        before = self._wanted.echoed(self._first_of_prompt(choice.index), self._beginnings[choice.index])
+        return {name: before[name] + found[name] for name in before}
+
+    def _prompt_logprobs(self, index: int, *, in_choice: bool) -> dict[str, Any]:
+        """As in vLLM they stand where the prompt's token ids do."""
+        if self._wanted.prompt_logprobs is None or in_choice is not self._form.prompt_ids_in_choice:
+            return {}
+        return {"prompt_logprobs": self._wanted.prompt_logprobs(self._first_of_prompt(index))}
+
+    def _first_of_prompt(self, index: int) -> AnswerStream:
+        """The first choice of the same prompt, which knows of the prompt."""
+        return self._streams[index - self._streams[index].generation.choice_index]
+
+    @property
+    def tells_of_prompt(self) -> bool:
+        """Whether something stands in it for each token of a prompt."""
+        return self._wanted.prompt_logprobs is not None or self._wanted.echoed is not None
 
     def _ending(self, choice: _Choice, last: Piece) -> dict[str, Any]:
         called = bool(choice.calls) and not self._wanted.names_its_tool and last.finish_reason == "stop"
@@ -291,7 +323,13 @@ class Answer:
         return self._streams[index].generation.sampling.logprobs is not None
 
     def usage(self) -> Usage:
-        return Usage.of(self._streams)
+        usage = Usage.of(self._streams)
+        return replace(usage, completion_tokens=0) if self._wanted.prompt_alone else usage
+
+
+def _without_answer(piece: Piece) -> Piece:
+    finish_reason = "length" if piece.finish_reason is not None else None
+    return replace(piece, text="", tokens=(), finish_reason=finish_reason, stop_reason=None)
 
 
 def token_id_text(token_ids: Sequence[int]) -> str:
@@ -300,9 +338,5 @@ def token_id_text(token_ids: Sequence[int]) -> str:
 
 
 def _best(token: types_pb2.Token, token_text: TokenText) -> dict[str, float]:
-    best = {token_text([one.token_id]): _finite(one.logprob) for one in token.top_logprobs}
-    return {token_text([token.token_id]): _finite(token.logprob), **best}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    best = {token_text([one.token_id]): finite(one.logprob) for one in token.top_logprobs}
+    return {token_text([token.token_id]): finite(token.logprob), **best}

@@ -58,6 +58,7 @@ class _Generating(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -78,6 +79,8 @@ class _Generating(Body):
         """Raises RequestRefused when there are options for a stream that is not asked for."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options may only be given when stream is true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "prompt_logprobs may not be given when stream is true")
         return bool(self.stream)
 
     def writes_no_special_tokens(self) -> bool | None:
@@ -135,11 +138,25 @@ class CompletionBody(_Generating):
     logprobs: int | None = None
     echo: bool | None = None
 
-    def echoes(self) -> bool:
-        """Raises RequestRefused where the prompt's own log probabilities would be needed, which are not computed."""
-        if self.echo and self.logprobs is not None:
-            raise invalid("echo", "echo together with logprobs is not offered by this server", "unsupported_parameter")
-        return bool(self.echo)
+    def streams(self) -> bool:
+        if self.stream and self.echoes_logprobs and self.choices() > 1:
+            raise invalid("n", "n over 1 may not be given with echo, logprobs and stream together")
+        return super().streams()
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """The log probabilities of the answer begin with those of the prompt."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def prompt_alone(self) -> bool:
+        """Nothing but the prompt is to be said. A decode node draws one token all the same, and nobody sees it."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def _prompt_logprobs(self) -> int | None:
+        """The more that is wanted of the two forms."""
+        echoed = self.logprobs if self.echoes_logprobs else None
+        return max((one for one in (echoed, self.prompt_logprobs) if one is not None), default=None)
 
     def prompts(self) -> list[str] | list[list[int]]:
         """One prompt an item. Raises RequestRefused."""
@@ -155,7 +172,11 @@ class CompletionBody(_Generating):
 
     def wishes(self) -> SamplingWishes:
         return SamplingWishes(
-            **_plain_wishes(self), stop=self._stops(), max_tokens=self.max_tokens, logprobs=self.logprobs
+            **_plain_wishes(self),
+            stop=self._stops(),
+            max_tokens=1 if self.prompt_alone else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self._prompt_logprobs(),
         )
 
 
@@ -226,6 +247,7 @@ class ChatBody(_Generating):
             max_tokens_parameter="max_completion_tokens" if newer else "max_tokens",
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_parameter="top_logprobs",
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

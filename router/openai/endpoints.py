@@ -41,6 +41,7 @@ from router.openai.bodies import (
 )
 from router.openai.errors import error_event, error_response
 from router.openai.event_writer import push_rest
+from router.openai.prompt_logprobs import beside_choice, echoed
 from router.openai.reading import read_body
 from router.request_trace import Caller, Operation
 from router.tool_calls import PARSERS
@@ -87,9 +88,13 @@ class Endpoints:
             correlation_id=correlation_id(request),
         )
         beginnings: Sequence[str] = ()
-        if body.echoes():
-            echoed = [prompt if isinstance(prompt, str) else intake.text.decode_all(prompt) for prompt in found]
-            beginnings = [text for text in echoed for _ in range(choices)]
+        if body.echo:
+            whole = body.truncate_prompt_tokens is None
+            texts = [
+                prompt if isinstance(prompt, str) and whole else intake.text.decode_all(kept)
+                for prompt, kept in zip(found, prompts, strict=True)
+            ]
+            beginnings = [text for text in texts for _ in range(choices)]
         return await self._answer(request, self._completion_form, body, generations, beginnings)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -170,8 +175,17 @@ class Endpoints:
                 partial(PARSERS[self._intake.tool_call_parser], body.most_calls),
                 body.names_its_tool,
             )
+        text = self._intake.text
+        token_text = token_id_text if body.return_tokens_as_token_ids else text.decode_all
+        completion = body if isinstance(body, CompletionBody) else None
+        echoes = completion.logprobs if completion is not None and completion.echoes_logprobs else None
         return Wanted(
-            token_text=token_id_text if body.return_tokens_as_token_ids else self._intake.text.decode_all,
+            token_text=token_text,
+            prompt_logprobs=None
+            if body.prompt_logprobs is None
+            else partial(beside_choice, text, body.prompt_logprobs),
+            echoed=None if echoes is None else partial(echoed, text, token_text, echoes),
+            prompt_alone=completion is not None and completion.prompt_alone,
             usage_key=body.usage_in_stream,
             token_ids=bool(body.return_token_ids),
             parser=parser,
@@ -194,7 +208,12 @@ async def _whole(answer: Answer, streams: Sequence[AnswerStream]) -> web.Respons
             answer.take(index, piece)
             if piece.last:
                 lasts[index] = piece
-    body = json.dumps(answer.response([lasts[index] for index in range(len(streams))])).encode()
+
+    def write() -> bytes:
+        return json.dumps(answer.response([lasts[index] for index in range(len(streams))])).encode()
+
+    # What there is to say of each token of a prompt takes long to write, and other requests' tokens would wait.
+    body = await asyncio.to_thread(write) if answer.tells_of_prompt else write()
     return web.Response(body=body, content_type="application/json")
 
 

@@ -34,7 +34,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "use_beam_search": _OFF,
-    "prompt_logprobs": (None,),
     "prompt_embeds": (None,),
     "spaces_between_special_tokens": (None, True),
     "echo": (None, False),

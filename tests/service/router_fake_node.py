@@ -37,6 +37,13 @@ def expected_answer(prompt: Sequence[int], count: int, seed: int, choice: int = 
     return tokens[len(prompt) :]
 
 
+def expected_score(prompt: Sequence[int], position: int, best: int) -> tuple[float, int, list[tuple[int, float]]]:
+    """Log probability and rank of the prompt's token there, and the `best` likeliest; all are exact in 32 bits."""
+    first = zlib.crc32(f"{prompt[position - 1]} {position}".encode()) % 200
+    rank = 1 + prompt[position] % 7
+    return -0.5 * rank, rank, [(first + other, -0.5 * (1 + other)) for other in range(best)]
+
+
 @dataclass
 class FakeRequest:
     submit: node_pb2.Submit
@@ -44,6 +51,25 @@ class FakeRequest:
     history: list[int]
     script: list[int] | None = None
     emitted: int = 0
+    scored: int = 1
+    """Positions of the prompt that need no log probability any more."""
+
+    @property
+    def unscored(self) -> bool:
+        submit = self.submit
+        return submit.sampling.HasField("prompt_logprobs") and self.scored < len(submit.prompt_token_ids)
+
+    def score(self, most: int) -> types_pb2.PromptLogprobs:
+        prompt, best = self.submit.prompt_token_ids, self.submit.sampling.prompt_logprobs
+        run = types_pb2.PromptLogprobs(position=self.scored)
+        for position in range(self.scored, min(self.scored + most, len(prompt))):
+            logprob, rank, likeliest = expected_score(prompt, position, best)
+            run.logprobs.append(logprob)
+            run.ranks.append(rank)
+            run.top_token_ids.extend(token for token, _ in likeliest)
+            run.top_logprobs.extend(value for _, value in likeliest)
+        self.scored += len(run.logprobs)
+        return run
 
     def step(self) -> types_pb2.Token:
         sampling, position = self.submit.sampling, len(self.history)
@@ -73,6 +99,10 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     step_s: float = 0.001
     tokens_until_pause: int | None = None
     """After so many tokens of a request nothing more is computed for it; the node goes on speaking."""
+    score_run: int = 5
+    """Positions of a prompt that it scores in one step; 0: it knows nothing of scores."""
+    score_pause: int | None = None
+    """Beyond so many positions no prompt is scored; the node goes on speaking."""
     refusal: str | None = None
     """Refuse every request with this reason."""
     refusal_retryable: bool = True
@@ -224,10 +254,15 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             router.put_nowait(message)
 
     def _moves(self, request: FakeRequest) -> bool:
+        if request.unscored and self.score_run:
+            return self.score_pause is None or request.scored < self.score_pause
         return self.tokens_until_pause is None or request.emitted < self.tokens_until_pause
 
     def _output(self, request: FakeRequest) -> node_pb2.RequestOutput:
         submit = request.submit
+        if request.unscored and self.score_run:
+            scores = request.score(self.score_run)
+            return node_pb2.RequestOutput(request_id=submit.request_id, attempt=submit.attempt, prompt_logprobs=scores)
         output = node_pb2.RequestOutput(request_id=submit.request_id, attempt=submit.attempt, tokens=[request.step()])
         if request.emitted == 1:
             output.prompt_account.cached = min(BLOCK_SIZE, len(submit.prompt_token_ids))

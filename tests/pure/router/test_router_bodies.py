@@ -37,7 +37,6 @@ def accepted(body: CompletionBody | ChatBody) -> None:
     body.streams()
     wishes = body.wishes()
     if isinstance(body, CompletionBody):
-        body.echoes()
         for prompt in body.prompts():
             if not isinstance(prompt, str):
                 checked_prompt("prompt", prompt, vocabulary_size=257, context_limit=512)
