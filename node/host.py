@@ -34,6 +34,7 @@ from foundation.registry_entry import NodeEntry
 from foundation.tracing import NO_TRACER, Tracer, open_tracer
 from net.grpc_plane import IN_THE_CLEAR, GrpcPlane, internal_plane
 from node.announcer import Announcer, open_registry
+from node.data_devices import data_devices, watch
 from node.detail import RecentFailures, TransfersNow, node_detail
 from node.engine_feed import EngineFeed
 from node.engine_link import EngineLink
@@ -183,6 +184,7 @@ class _Host:
         gc.freeze()  # what was built stays: collections need not walk it again
         engine = EngineLink(ready.engine, loop)
         endpoint = GrpcEndpoint(self._plane)
+        devices = data_devices()
         role = assemble(
             NodeParts(self._entry, ready, engine, self._metrics, health, endpoint, self._tracer, self._plane)
         )
@@ -212,6 +214,7 @@ class _Host:
         try:
             await role.start()
             await endpoint.start(self._options.host, self._options.control_port)
+            self._background.start(watch(devices, self._options.advertise_address), "watch data devices")
             return await self._serve_until_stopped(role, streams, endpoint, health)
         finally:
             await role.stop()
