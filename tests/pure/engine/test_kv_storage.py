@@ -1,4 +1,4 @@
-"""The pool's memory is shaped as the transfers' copy plans expect it."""
+"""The pool's memory: an array for each shard, and an owner word for each block."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ import pytest
 from engine.kv_cache.storage import KvStorage
 from foundation.errors import ConfigurationError
 from foundation.kv_layout import KvLayout
-from foundation.kv_shards import shard_shape, shards
 
 
 @pytest.mark.parametrize("head_order", ["NHD", "HND"])
-def test_every_shard_holds_the_layers_and_heads_that_the_copy_plans_say(head_order: str) -> None:
+def test_every_shard_has_memory_in_the_shape_of_its_layers_and_heads(head_order: str) -> None:
     for tp, pp, group in itertools.product((1, 2, 3, 6, 12), (1, 2, 4), (1, 2, 8)):
         layout = KvLayout(8, 6, 4, "bfloat16", 16, head_order, group, tp, pp)  # type: ignore[arg-type]
         storage = KvStorage(layout, 5)
-        planned = shards(layout)
-        assert len(planned) == len(storage.shards)
-        for ours, theirs in zip(storage.shards, planned, strict=True):
-            assert (ours.stage, ours.rank) == (theirs.stage, theirs.rank)
-            assert (ours.first_layer, ours.end_layer) == (theirs.first_layer, theirs.end_layer)
-            assert (ours.first_head, ours.end_head) == (theirs.first_head, theirs.end_head)
-            *outer, head_dim = shard_shape(layout, theirs, 5)
-            assert ours.memory.shape == (*outer, head_dim * 2)
-            assert ours.memory.dtype == np.uint8
-            assert ours.memory.flags.c_contiguous
+        assert len(storage.shards) == tp * pp
+        in_group, heads = min(group, 8 // pp), max(1, 6 // tp)
+        inner = (16, heads) if head_order == "NHD" else (heads, 16)
+        for shard in storage.shards:
+            assert shard.layer_group == in_group
+            assert shard.memory.shape == (8 // pp // in_group, 5, in_group, 2, *inner, 4 * 2)
+            assert shard.memory.dtype == np.uint8
+            assert shard.memory.flags.c_contiguous
 
 
 def test_sixty_four_bit_owner_words_start_at_zero() -> None:
