@@ -27,6 +27,7 @@ BASE, REDIS = "debian:bookworm-slim", "redis:7-bookworm"
 ROUTER, NODE = "decant/router:dev", "decant/node-cpu:dev"
 DEBOOTSTRAP_LIMIT_S = 900.0
 BUILD_LIMIT_S = 900.0
+FETCH_TRIES = 3
 
 SLIM = """path-exclude /usr/share/doc/*
 path-exclude /usr/share/info/*
@@ -67,7 +68,12 @@ def build_all(engine: Engine) -> Built:
 def _build(engine: Engine, target: str, tag: str, arguments: dict[str, str]) -> float:
     begun = time.monotonic()
     given = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
-    engine.docker("build", "--target", target, "--tag", tag, *given, str(ROOT), limit_s=BUILD_LIMIT_S)
+    command = ("build", "--target", target, "--tag", tag, *given, str(ROOT))
+    try:
+        engine.docker(*command, limit_s=BUILD_LIMIT_S)
+    except AssertionError as failed:  # once more, from the last good layer: a mirror or an index may have hung up
+        print(failed)  # noqa: T201
+        engine.docker(*command, limit_s=BUILD_LIMIT_S)
     return time.monotonic() - begun
 
 
@@ -102,7 +108,11 @@ def base_archive() -> Path:
     with tempfile.TemporaryDirectory(dir=CACHE, prefix=".debian-") as scratch:
         root = Path(scratch) / "root"
         command = ["debootstrap", "--variant=minbase", "bookworm", str(root)]
-        subprocess.run(command, check=True, capture_output=True, timeout=DEBOOTSTRAP_LIMIT_S)
+        for more_tries in reversed(range(FETCH_TRIES)):
+            shutil.rmtree(root, ignore_errors=True)
+            ended = subprocess.run(command, check=not more_tries, capture_output=True, timeout=DEBOOTSTRAP_LIMIT_S)
+            if ended.returncode == 0:
+                break
         _slim(root)
         _trust_what_this_machine_trusts(root)
         made = Path(scratch) / archive.name
