@@ -75,13 +75,14 @@ class Intake:
     async def tokenize(self, parameter: str, text: str, *, special_tokens: bool) -> list[int]:
         """Raises RequestRefused for a text that is no Unicode."""
         if len(text) < LONG_TEXT_CHARACTERS:
-            return self._tokens(parameter, text, special_tokens=special_tokens)
-        _check_unicode(parameter, text)
-        return await asyncio.to_thread(self.text.encode_unlocked, text, special_tokens=special_tokens)
+            return self.tokens(parameter, text, special_tokens=special_tokens)
+        return await asyncio.to_thread(self.tokens, parameter, text, special_tokens=special_tokens)
 
-    def _tokens(self, parameter: str, text: str, *, special_tokens: bool = False) -> list[int]:
+    def tokens(self, parameter: str, text: str, *, special_tokens: bool = False) -> list[int]:
+        """The same at once, in whatever thread this is."""
         _check_unicode(parameter, text)
-        return self.text.encode(text, special_tokens=special_tokens)
+        encode = self.text.encode if len(text) < LONG_TEXT_CHARACTERS else self.text.encode_unlocked
+        return encode(text, special_tokens=special_tokens)
 
     def prompt_from_tokens(self, parameter: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         return checked_prompt(
@@ -183,8 +184,8 @@ class Intake:
                     "bad_words",
                     f"one of bad_words must have 1 to {LONGEST_STOP_CHARACTERS} characters, not only spaces",
                 )
-            bare = tuple(self._tokens("bad_words", word.lstrip()))
-            spaced = tuple(self._tokens("bad_words", " " + word.lstrip()))
+            bare = tuple(self.tokens("bad_words", word.lstrip()))
+            spaced = tuple(self.tokens("bad_words", " " + word.lstrip()))
             found.append(bare)
             if spaced[0] != bare[0] and len(spaced) == len(bare):
                 found.append(spaced)

@@ -8,6 +8,7 @@ Must not know: requests, nodes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -37,6 +38,9 @@ _TEMPLATE_ERRORS = (
     RecursionError,
 )
 """What a template's expressions raise on values that it was not written for."""
+_WORD_BEFORE = "a"
+"""Stands before a token that is named alone."""
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -73,6 +77,8 @@ class ModelText:
         self.fingerprint = fingerprint
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         self._bytes_of_symbols = _byte_level_alphabet() if decoder.get("type") == "ByteLevel" else None
+        self._falls_back_to_bytes = any(part.get("type") == "ByteFallback" for part in decoder.get("decoders", ()))
+        self._before = [] if self._bytes_of_symbols else self.encode(_WORD_BEFORE, special_tokens=False)
         self._bytes = _TokenBytes(lambda token_id: bytes(self.token_bytes(token_id)))
         self._bytes_without_special = _TokenBytes(
             lambda token_id: self._bytes[token_id] if self.decode([token_id]) else b""
@@ -136,15 +142,25 @@ class ModelText:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
+    def token_text(self, token_ids: Sequence[int]) -> str:
+        """The same in the middle of a text. (SentencePiece's decoders drop the space that begins one, so that alone "▁a" and "a"
+        would be written alike.)"""
+        if self._before:
+            before, text = self.decode_all(self._before), self.decode_all([*self._before, *token_ids])
+            if text.startswith(before):
+                return text[len(before) :]
+        return self.decode_all(token_ids)
+
     def symbols(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as the tokenizer itself writes them."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> list[int]:
         """The bytes that a token stands for; several tokens may share one character's bytes."""
-        if self._bytes_of_symbols is None:
-            return list(self.decode_all([token_id]).encode())
         symbols: str | None = self._tokenizer.id_to_token(token_id)
+        if self._bytes_of_symbols is None:
+            byte = _BYTE_PIECE.fullmatch(symbols or "") if self._falls_back_to_bytes else None
+            return [int(byte[1], 16)] if byte else list(self.token_text([token_id]).encode())
         found = [self._bytes_of_symbols.get(symbol) for symbol in symbols or ""]
         if any(byte is None for byte in found):  # an added token, which is written as it is
             return list(self.decode_all([token_id]).encode())

@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -21,7 +22,7 @@ from foundation.log import get_logger
 from router.answer import WRITE_GRACE_S, AnswerStream, Piece, pieces_of
 from router.dispatch import Dispatcher
 from router.generation import MOST_CHOICES, Generation, Refusal, invalid
-from router.intake import Intake
+from router.intake import LONG_TEXT_CHARACTERS, Intake
 from router.openai.answers import (
     DONE,
     Answer,
@@ -42,7 +43,7 @@ from router.openai.bodies import (
 from router.openai.errors import error_event, error_response
 from router.openai.event_writer import push_rest
 from router.openai.prompt_logprobs import beside_choice, echoed
-from router.openai.reading import read_body
+from router.openai.reading import BodyT, read_body
 from router.request_trace import Caller, Operation
 from router.tool_calls import PARSERS
 from router.wording import INTERNAL_ERROR
@@ -60,12 +61,12 @@ class Endpoints:
     def __init__(self, intake: Intake, dispatcher: Dispatcher) -> None:
         self._intake = intake
         self._dispatcher = dispatcher
-        self._completion_form = CompletionForm(intake.text.decode_all)
+        self._completion_form = CompletionForm(intake.text.token_text)
         self._chat_form = ChatForm(intake.text.token_bytes)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         intake = self._intake
-        body = read_body(CompletionBody, await request.read())
+        body = await _read(CompletionBody, request)
         intake.check_model(body.model)
         found, choices = body.prompts(), body.choices()
         if len(found) * choices > MOST_CHOICES:
@@ -99,7 +100,7 @@ class Endpoints:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         intake = self._intake
-        body = read_body(ChatBody, await request.read())
+        body = await _read(ChatBody, request)
         intake.check_model(body.model)
         wishes = body.wishes()
         prompt = await intake.prompt_from_chat(
@@ -115,34 +116,40 @@ class Endpoints:
         return await self._answer(request, self._chat_form, body, generations)
 
     async def tokenize(self, request: web.Request) -> web.Response:
+        # Asked here, for it looks at the nodes, which change.
+        context_limit = self._intake.context_limit()
+        return await _at_leisure(await request.read(), partial(self._tokenized, context_limit))
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        return await _at_leisure(await request.read(), self._detokenized)
+
+    def _tokenized(self, context_limit: int, raw: bytes) -> dict[str, Any]:
         intake = self._intake
-        body = read_body(TokenizeBody, await request.read())
+        body = read_body(TokenizeBody, raw)
         intake.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None:
             messages = [message.for_template(f"messages[{index}]") for index, message in enumerate(body.messages)]
             text = intake.chat_text(messages, template_variables(body), continued=bool(body.continue_final_message))
-            tokens = await intake.tokenize("messages", text, special_tokens=bool(body.add_special_tokens))
+            tokens = intake.tokens("messages", text, special_tokens=bool(body.add_special_tokens))
         else:
             special_tokens = body.add_special_tokens is not False
-            tokens = await intake.tokenize("prompt", body.prompt or "", special_tokens=special_tokens)
-        return web.json_response(
-            {
-                "count": len(tokens),
-                "max_model_len": intake.context_limit(),
-                "tokens": tokens,
-                "token_strs": intake.text.symbols(tokens) if body.return_token_strs else None,
-            }
-        )
+            tokens = intake.tokens("prompt", body.prompt or "", special_tokens=special_tokens)
+        return {
+            "count": len(tokens),
+            "max_model_len": context_limit,
+            "tokens": tokens,
+            "token_strs": intake.text.symbols(tokens) if body.return_token_strs else None,
+        }
 
-    async def detokenize(self, request: web.Request) -> web.Response:
-        body = read_body(DetokenizeBody, await request.read())
+    def _detokenized(self, raw: bytes) -> dict[str, Any]:
+        body = read_body(DetokenizeBody, raw)
         self._intake.check_model(body.model)
         text = self._intake.text
         if not all(0 <= token < text.vocabulary_size for token in body.tokens):
             raise invalid("tokens", f"tokens must lie between 0 and {text.vocabulary_size - 1}")
-        return web.json_response({"prompt": text.decode_all(body.tokens)})
+        return {"prompt": text.decode_all(body.tokens)}
 
     async def _answer(
         self,
@@ -191,6 +198,22 @@ class Endpoints:
             parser=parser,
             names_its_tool=names_its_tool,
         )
+
+
+async def _read(kind: type[BodyT], request: web.Request) -> BodyT:
+    """Raises RequestRefused."""
+    raw = await request.read()
+    return await asyncio.to_thread(read_body, kind, raw) if len(raw) >= LONG_TEXT_CHARACTERS else read_body(kind, raw)
+
+
+async def _at_leisure(raw: bytes, answer: Callable[[bytes], dict[str, Any]]) -> web.Response:
+    """What a body asks for; of a long one wholly in a thread, so that other requests' tokens do not wait for it."""
+
+    def body() -> bytes:
+        return json.dumps(answer(raw)).encode()
+
+    written = await asyncio.to_thread(body) if len(raw) >= LONG_TEXT_CHARACTERS else body()
+    return web.Response(body=written, content_type="application/json", charset="utf-8")
 
 
 def correlation_id(request: web.Request) -> str:
