@@ -84,6 +84,7 @@ def whole(found: Mapping[str, Any]) -> Answer:
     choices = []
     for choice in found["choices"]:
         message = choice.get("message", {"content": choice.get("text")})
+        scored = choice.get("prompt_logprobs", found.get("prompt_logprobs"))
         calls = [{**call, "id": bool(call["id"])} for call in message.get("tool_calls") or []]
         choices.append(
             {
@@ -91,6 +92,7 @@ def whole(found: Mapping[str, Any]) -> Answer:
                 "tool_calls": calls,
                 **{name: choice[name] for name in ("finish_reason", "stop_reason", "logprobs")},
                 "token_ids": choice.get("token_ids"),
+                **({} if scored is None else {"prompt_logprobs": scored}),
             }
         )
     return Answer(200, choices, counts(found["usage"]))
@@ -158,7 +160,7 @@ async def judge(row: Row, together: Client, alone: Client, plain: Answer) -> str
         return "" if named and row.refused in answer.error["message"] else f"not refused by name: {answer}"
     if answer.status != 200:
         return f"refused: {answer.error}"
-    if not body.get("stream"):
+    if row.streams and not body.get("stream"):
         streamed = await together.ask(row.path, {**body, "stream": True, "stream_options": {"include_usage": True}})
         if found := difference(vars_of(answer), vars_of(streamed)):
             return f"whole and streamed: {found}"
@@ -191,7 +193,7 @@ async def matrix(deployment: Deployment, http: aiohttp.ClientSession, only: str)
     equal = sum(not verdict and not row.refused for row, verdict in zip(rows, verdicts, strict=True))
     missing = uncovered()
     broken = await failovers(deployment, http)
-    lost = spent.local_prefills("d").keys() - {"no_prefill_node"}
+    lost = spent.local_prefills("d").keys() - {"no_prefill_node", "prompt_logprobs"}
     print(  # noqa: T201
         f"matrix: {len(rows)} requests of {len({row.field for row in rows})} fields: {equal} equal through P/D, alone and "
         f"streamed, {len(rows) - equal - failed} refused by name, {failed} failed; fields without a row: {missing or 'none'}; "

@@ -26,6 +26,7 @@ MESSAGES = [
     {"role": "user", "content": "Tell me in two sentences what the merchants of the old city sold on the bridge."},
 ]
 SEEDED = {"temperature": 0.9, "seed": 11}
+STREAM_OF_SCORES = {"prompt_logprobs": 1, "stream": True}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -93,6 +94,8 @@ class Row:
     """A refusal, too, is compared with what is expected."""
     refused: str = ""
     """The parameter that a 4xx must name; empty: it must work."""
+    streams: bool = True
+    """Whether it may be asked as a stream too."""
 
 
 def body_of(row: Row, plain: Answer) -> dict[str, Any]:
@@ -271,8 +274,36 @@ def _text() -> list[Row]:
         Row("prompt", COMPLETIONS, {"prompt": list(range(1000, 1040))}, lambda *_: True),
         Row("prompt", COMPLETIONS, {"prompt": [PROMPT, "One more"]}, lambda answer, _: len(answer.choices) == 2),
         Row("echo", COMPLETIONS, {"echo": True}, lambda answer, _: answer.text.startswith(PROMPT)),
-        Row("echo", COMPLETIONS, {"echo": True, "logprobs": 1}, lambda *_: True, refused="echo"),
+        Row("echo", COMPLETIONS, {"echo": True, "logprobs": 1}, echoes_logprobs),
+        Row("echo", COMPLETIONS, {"echo": True, "logprobs": 1, "prompt": list(range(900, 940))}, echoes_logprobs),
+        Row("echo", COMPLETIONS, {"echo": True, "logprobs": 2, "max_tokens": 0}, echoes_logprobs),
+        *(
+            Row("prompt_logprobs", path, {"prompt_logprobs": 2}, scores_prompt, streams=False)
+            for path in (COMPLETIONS, CHAT)
+        ),
+        *(
+            Row("prompt_logprobs", path, STREAM_OF_SCORES, lambda *_: True, refused="prompt_logprobs")
+            for path in (COMPLETIONS, CHAT)
+        ),
     ]
+
+
+def echoes_logprobs(answer: Answer, _: Answer) -> bool:
+    """The prompt's come first, and each token stands in the text where it is said to."""
+    told, prompt_tokens = answer.choices[0]["logprobs"], answer.usage["prompt_tokens"]
+    placed = zip(told["tokens"], told["text_offset"], strict=True)
+    return (
+        len(told["tokens"]) == prompt_tokens + len(answer.tokens)
+        and told["token_logprobs"][0] is None
+        and all(value <= 0 for value in told["token_logprobs"][1:])
+        and all("\ufffd" in token or answer.text.startswith(token, at) for token, at in placed)
+    )
+
+
+def scores_prompt(answer: Answer, plain: Answer) -> bool:
+    nothing, *scores = answer.choices[0]["prompt_logprobs"]
+    ranks = [sorted(one["rank"] for one in score.values())[:2] for score in scores]
+    return nothing is None and len(scores) == answer.usage["prompt_tokens"] - 1 and ranks == [[1, 2]] * len(scores)
 
 
 def outlives_60(answer: Answer, _: Answer) -> bool:
