@@ -1,5 +1,7 @@
-"""Ending a call reaches below a wrapper that takes it for over, by a member of grpc.aio that is not public. There is no public way
-(1.85: `cancel` asks `done` first); where a later version has lost the member, or needs it no more, this test says so."""
+"""Ending a call reaches below a wrapper that takes it for over, by a member of grpc.aio that is not public.
+
+There is no public way (1.85: `cancel` asks `done` first). Where a later version has one, or lost this member, this test says so.
+"""
 
 from __future__ import annotations
 
