@@ -9,6 +9,7 @@ Must not know: what the fields mean.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -67,6 +68,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Fields of vLLM's and OpenAI's APIs that are not offered here, with the values under which they ask for nothing."""
 
+LONGEST_NAME_SHOWN = 64
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -74,11 +76,14 @@ BodyT = TypeVar("BodyT", bound=Body)
 def read_body(kind: type[BodyT], raw: bytes) -> BodyT:
     """Raises RequestRefused for malformed JSON, a wrong type, an unknown field or one that is not offered."""
     try:
-        found = json.loads(raw, parse_constant=_refuse_constant)
+        # Decoded here: left to itself, json also takes UTF-16, and bytes of half a character.
+        found = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=_refuse_twins)
     except (ValueError, RecursionError) as error:
         raise invalid(None, f"the body is not valid JSON: {error}", "malformed_json") from None
     if not isinstance(found, dict):
         raise invalid(None, f"the body must be a JSON object, not {_json_noun(found)}", "malformed_json")
+    if b"\\ud" in raw.lower():
+        _refuse_half_characters(found)
     offered = kind.model_fields
     for name in [name for name in found if name not in offered]:
         if name not in NEUTRAL_VALUES:
@@ -99,6 +104,26 @@ def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values under one name one would be ignored, and whoever has read the body before us may have taken the other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twin = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twin[:LONGEST_NAME_SHOWN]!r} stands twice in one object")
+    return found
+
+
+def _refuse_half_characters(found: dict[str, Any]) -> None:
+    r"""An escape like \ud800 alone is no character: no tokenizer, grammar or file takes it."""
+    for name, value in found.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise invalid(name, f"{name} holds half of a surrogate pair, which is no character") from None
+        except RecursionError:
+            raise invalid(name, f"{name} is nested too deeply") from None
 
 
 _TYPES = {
@@ -137,6 +162,8 @@ def _wrong_field(error: ValidationError) -> RequestRefused:
             "stop": "a string or a list of strings",
         }
         return invalid(field, f"{field} must be {wanted[field]}", "invalid_type")
+    if path.endswith("].content"):
+        return invalid(path, f'{path} must be a string or a list of {{"type": "text", "text": ...}}', "invalid_type")
     return invalid(path, f"{path}: {first['msg']}", "invalid_type")
 
 
