@@ -39,7 +39,7 @@ def _by_id(text: ModelText, token_id: int, score: TokenScore, best: int) -> dict
     ranked = [(token_id, score.logprob, score.rank)]
     ranked += [(one, logprob, rank) for rank, (one, logprob) in enumerate(score.best[:best], 1) if one != token_id]
     return {
-        str(one): {"logprob": finite(logprob), "rank": rank, "decoded_token": text.decode_all([one])}
+        str(one): {"logprob": finite(logprob), "rank": rank, "decoded_token": text.token_text([one])}
         for one, logprob, rank in ranked
     }
 
