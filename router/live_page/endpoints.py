@@ -76,7 +76,7 @@ class LivePage:
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/ui", self._page),
-            web.get("/ui/events", self._events),
+            web.get("/ui/events", self._events, allow_head=False),  # a head alone would hold a viewer's place for ever
             web.get("/ui/{name}", self._file),
         ]
 

@@ -274,6 +274,9 @@ async def test_wrong_paths_and_methods_have_the_same_form(served: tuple[RouterUn
     async with router.http.get(f"{router.url}/v1/completions") as response:
         assert (response.status, response.headers["Allow"]) == (405, "POST")
         assert (await response.json())["error"]["code"] == "method_not_allowed"
+    async with asyncio.timeout(20), router.http.head(f"{router.url}/ui/events") as response:
+        assert response.status == 404, "nobody can look without reading"
+    assert router.router._live_page._viewers == 0
 
 
 async def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
