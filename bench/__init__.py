@@ -1,5 +1,8 @@
-"""Measurements: load against an OpenAI endpoint, and Decant beside its peers in one run.
+"""Measurements, of Decant alone and beside its peers in the same run; each module says how it is called.
 
-Read in this order: `streams` (closed-loop streaming load and its figures), `processes` (start, pin, await, stop a system),
-`peer` (alternating runs of Decant and vLLM's CPU build; `make bench-peer`).
+- `streams` (closed-loop load against an OpenAI endpoint), `processes` and `ports` (start, pin, await, stop a system)
+- `peer`: Decant and vLLM's CPU build in turns; `kill_beside_vllm`: a prefill node killed in mid-transfer on both
+- `router` and `router_peers`: what a router costs, before `instant_node` and `instant_http`, which answer at once
+- `transfer`, `transfer_stages`, `transfer_lane`, `transfer_beside_ucx`, `protocol_events`: what a hand-over costs
+- `serving`: prefill and decode apart against colocated; `gpu`: the engine's figures on one GPU
 """

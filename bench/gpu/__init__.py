@@ -1,5 +1,7 @@
 """Figures of the engine on one GPU, each beside the ceilings of the same run (`make bench-gpu`).
 
-`measure` (clocks and ceilings), `parts` (products and attention alone, by layout), `steps` (the real loop: decode and
-prefill), `__main__` (runs them one by one, so that a failure costs one figure, and writes the table and its JSON).
+`measure` (clocks and ceilings), `shape` (the model that is measured), `parts` (products and attention alone, by layout), `steps`
+(the real loop: decode and prefill), `replay` (whether a step's mode is chosen well), `hand_over` and `landing` (gathers and
+scatters alone, and what they cost beside steps), `__main__` (runs them one by one, so that a failure costs one figure, and writes
+table and JSON).
 """

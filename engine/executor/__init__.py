@@ -1,1 +1,3 @@
-"""One step on the device: `inputs` turns a plan into tensors, `runner` runs plans in launch order on its own thread."""
+"""Runs plans in launch order. On a host `runner`, on a thread of its own, and `inputs` (a plan as tensors); on a GPU
+`device_runner`, on one stream.
+"""

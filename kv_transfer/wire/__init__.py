@@ -1,6 +1,6 @@
-"""Translates control messages: protobuf on the wire, `kv_transfer.protocol.messages` inside.
+"""Translates control messages: protobuf on the wire, `kv_transfer.protocol.messages` inside; `writing` is the other direction.
 
-Reading is total: any bytes become an `Envelope` or a `WireRefusal` that names what is wrong, never an exception, and every
+`reading` is total: any bytes become an `Envelope` or a `WireRefusal` that names what is wrong, never an exception, and every
 number that gets past here is in its range. A refused message ends its stream; nothing of it reaches the protocol.
 
 Must not know: streams, sessions, states.
