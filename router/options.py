@@ -24,7 +24,7 @@ class RouterOptions(Options):
     served_model_name: str | None = option(None, "the id that clients use (default: the folder's name)")
     chat_template: str | None = option(None, "file with a chat template to be used instead of the model's own")
     tool_call_parser: str = option(
-        "hermes", "how the model writes tool calls: hermes is <tool_call>{JSON}</tool_call>", choices=("hermes",)
+        "hermes", "how the model writes tool calls, by vLLM's names", choices=("hermes", "llama3_json", "mistral")
     )
     max_model_len: int | None = option(
         None, "longest prompt + answer in tokens (default: what config.json says)", minimum=2, sized=True

@@ -206,6 +206,11 @@ class ChatBody(_Generating):
         return False
 
     @property
+    def forces_call(self) -> bool:
+        """A grammar writes the calls, whatever the model's own form is."""
+        return bool(self.tools) and self.tool_choice not in (None, "auto", "none")
+
+    @property
     def most_calls(self) -> int | None:
         return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
 
@@ -219,7 +224,7 @@ class ChatBody(_Generating):
 
     def _grammar(self) -> str:
         free = super()._grammar()
-        if not self.calls_tools() or self.tool_choice in (None, "auto"):
+        if not self.calls_tools() or not self.forces_call:
             return free
         if free:
             raise invalid("tool_choice", "tool_choice that asks for a call contradicts a form of the answer's text")

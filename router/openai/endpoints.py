@@ -45,7 +45,7 @@ from router.openai.event_writer import push_rest
 from router.openai.prompt_logprobs import beside_choice, echoed
 from router.openai.reading import BodyT, read_body
 from router.request_trace import Caller, Operation
-from router.tool_calls import PARSERS
+from router.tool_calls import FORCED_PARSERS, PARSERS
 from router.wording import INTERNAL_ERROR
 
 log = get_logger()
@@ -179,7 +179,9 @@ class Endpoints:
         parser, names_its_tool = None, False
         if isinstance(body, ChatBody) and body.calls_tools():
             parser, names_its_tool = (
-                partial(PARSERS[self._intake.tool_call_parser], body.most_calls),
+                partial(
+                    (FORCED_PARSERS if body.forces_call else PARSERS)[self._intake.tool_call_parser], body.most_calls
+                ),
                 body.names_its_tool,
             )
         text = self._intake.text

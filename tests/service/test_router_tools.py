@@ -229,3 +229,22 @@ async def test_tools_count_among_a_chats_tokens(folder: Path) -> None:
     text = f"TOOL {json.dumps(TOOL)}\nuser: rain?\n"
     assert (status, found["count"], found["tokens"]) == (200, len(text), list(text.encode()))
     assert (found["token_strs"][0], len(found["token_strs"])) == ("T", len(text))
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("llama3_json", f'{{"name": "weather", "parameters": {ARGUMENTS}}}'),
+        ("mistral", f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"),
+    ],
+)
+async def test_a_models_own_form_is_read_and_a_forced_call_in_the_form_that_is_forced(
+    folder: Path, parser: str, text: str
+) -> None:
+    for said, choice in ((text, "auto"), (CALL[4:], "required")):
+        async with router_with(folder, saying(said), tool_call_parser=parser) as router:
+            answer = (await chat(router, tool_choice=choice)).choices[0]
+        (call,) = answer.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+        assert answer.finish_reason == "tool_calls"
+        assert (len(call.id) == 9) is (parser == "mistral")
