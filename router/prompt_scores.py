@@ -54,7 +54,8 @@ class PromptScores:
     def take(self, run: types_pb2.PromptLogprobs) -> None:
         """A run that leaves positions out, or goes beyond the prompt, changes nothing: then `complete` stays False."""
         known, count = len(self._scores) + 1 - run.position, len(run.logprobs)
-        if not 0 <= known < count or count != len(run.ranks) or run.position + count > self._prompt_tokens:
+        follows = run.position > 0 and 0 <= known < count and run.position + count <= self._prompt_tokens
+        if not follows or count != len(run.ranks):
             return
         best, rest = divmod(len(run.top_token_ids), count)
         if rest or len(run.top_logprobs) != len(run.top_token_ids):
