@@ -315,4 +315,7 @@ def _biases(written: Mapping[str, float]) -> dict[int, float]:
     for token in written:
         if not (token.isascii() and token.isdigit() and len(token) <= LONGEST_TOKEN_ID):
             raise invalid("logit_bias", f"logit_bias must map token ids to numbers; {token[:40]!r} is no token id")
-    return {int(token): bias for token, bias in written.items()}
+    biases = {int(token): bias for token, bias in written.items()}
+    if len(biases) < len(written):
+        raise invalid("logit_bias", "logit_bias names one token twice, written in two ways")
+    return biases

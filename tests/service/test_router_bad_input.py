@@ -97,6 +97,7 @@ COMPLETION_ROWS: list[tuple[str, Any, str | None]] = [
     ("a repetition penalty without bounds", {"repetition_penalty": 1e300}, "repetition_penalty"),
     ("a bias for a token outside the vocabulary", {"logit_bias": {"257": 1}}, "logit_bias"),
     ("a bias for a word", {"logit_bias": {"yes": 1}}, "logit_bias"),
+    ("a bias for one token twice", {"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
     ("a bias over its range", {"logit_bias": {"5": -101}}, "logit_bias"),
     ("a format that nobody knows", {"response_format": {"type": "yaml"}}, "response_format.type"),
     ("a schema that is missing", {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
