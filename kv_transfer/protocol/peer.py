@@ -85,12 +85,8 @@ class Peer:
         return replace(self, messages_heard=self.messages_heard + 1)
 
 
-LAYOUT_LIMIT = 1 << 16
-"""Block size, layer group and ranks beyond this are nonsense, and are refused before anything is computed from them."""
-
-
 def hello_mismatch(ours: Hello, theirs: Hello, cut: CutParcels) -> str | None:
-    """The first thing that keeps two nodes from pairing, by name, with both values."""
+    """The first thing that keeps two nodes from pairing, by name, with both values. `wire` refuses sizes out of range."""
     if ours.protocol_major != theirs.protocol_major:
         return f"protocol_major: {ours.protocol_major} here, {theirs.protocol_major} there"
     if difference := ours.fingerprint.first_difference(theirs.fingerprint):
@@ -99,10 +95,6 @@ def hello_mismatch(ours: Hello, theirs: Hello, cut: CutParcels) -> str | None:
         return difference
     if ours.digest != theirs.digest:
         return f"digest: {ours.digest!r} here, {theirs.digest!r} there"
-    for name in ("block_size", "layer_group", "tensor_parallel", "pipeline_parallel"):
-        value = getattr(theirs.layout, name)
-        if not 1 <= value <= LAYOUT_LIMIT:
-            return f"{name}: {value} there is not within 1 and {LAYOUT_LIMIT}"
     try:
         cut(0, 1, theirs.layout, ours.layout, min(ours.slot_bytes, theirs.slot_bytes))
     except ValueError as error:

@@ -178,6 +178,29 @@ def test_a_field_out_of_range_is_refused_by_its_name(wire: transfer_pb2.ControlM
     assert found == WireRefusal("field_out_of_range", field)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 4097),
+        ("layer_group", 0),
+        ("tensor_parallel", 1 << 30),
+        ("pipeline_parallel", 5),
+        ("layers", 1 << 31),
+    ],
+)
+def test_f16_a_layout_that_cannot_be_is_refused_by_the_name_of_its_field(name: str, value: int) -> None:
+    layout = transfer_pb2.KvLayout(
+        layers=4, kv_heads=3, head_dim=8, block_size=16, layer_group=1, tensor_parallel=1, pipeline_parallel=1
+    )
+    layout.dtype, layout.head_order = "float32", "NHD"
+    hello = transfer_pb2.Hello(node_id="d", session=1, slot_bytes=4096, layout=layout)
+    assert isinstance(read_envelope(transfer_pb2.ControlMessage(hello=hello).SerializeToString()), m.Envelope)
+    setattr(hello.layout, name, value)
+    found = read_envelope(transfer_pb2.ControlMessage(hello=hello).SerializeToString())
+    assert found == WireRefusal("field_out_of_range", f"hello.layout.{name}")
+
+
 def test_an_empty_and_an_unknown_message_are_refused() -> None:
     assert read_envelope(b"") == WireRefusal("unknown_message", "message")
     assert read_envelope(b"\xff\xff") == WireRefusal("not_a_control_message", "bytes")
