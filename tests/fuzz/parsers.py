@@ -49,7 +49,7 @@ from router.inference_service import _wishes
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.reading import read_body
 from router.registry import entry_from_proto
-from router.tool_calls import HermesCalls
+from router.tool_calls import PARSERS, ToolCallParser
 
 VOCABULARY = 1000
 
@@ -315,15 +315,23 @@ def _json(*values: object) -> tuple[bytes, ...]:
 TOOL_CALLS = (
     'Well.\n<tool_call>\n{"name": "f\\n", "arguments": {"a": "}\\"", "b": [1, {}]}}\n</tool_call>',
     '<tool_call>{"arguments": {}, "name": "g"}</tool_call><tool_call>{"name": "h", "arguments": {}}</tool_call>',
+    '{"name": "f", "parameters": {"a": "}\\""}}; {"parameters": {}, "name": "g"}',
+    '[TOOL_CALLS] [{"name": "f", "arguments": {"b": [1, {}]}, "id": "a"}, {"name": "g", "arguments": {}}]',
+    '[TOOL_CALLS]f[CALL_ID]a1[ARGS]{"a": "}"}[TOOL_CALLS]g{}',
 )
 
 
 def _tool_calls(raw: bytes) -> bool:
-    """Whole and character by character the same calls are found."""
+    """Whole and character by character the same calls are found, in each model's form."""
     text = raw.decode(errors="replace")
+    found = [_calls_whole_and_in_pieces(parser, text) for parser in PARSERS.values()]
+    return any(found)
+
+
+def _calls_whole_and_in_pieces(parser: Callable[[int | None], ToolCallParser], text: str) -> bool:
     found = []
     for pieces in ((text,), text):
-        calls = HermesCalls()
+        calls = parser(None)
         parsed = [*(calls.add(piece) for piece in pieces), calls.finish()]
         deltas = [delta for one in parsed for delta in one.calls]
         names = [delta.name for delta in deltas if delta.name is not None]
