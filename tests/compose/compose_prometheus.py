@@ -6,6 +6,8 @@ point of the public image.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 import shutil
@@ -14,11 +16,13 @@ import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from compose_engine import Engine
 from compose_images import BASE, BUILD_LIMIT_S, CACHE, ROOT
+from compose_project import WHOLE_LIMIT_S, condition
 
 IMAGE = "decant-tests/prometheus:debian"
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "decant.json"
@@ -71,10 +75,66 @@ def panels(rate_interval: str = RATE_INTERVAL) -> dict[str, tuple[str, ...]]:
 
 
 class Prometheus:
-    """Asked over its HTTP API; every method raises AssertionError with its complaint, and OSError where nobody answers."""
+    """Asked over its HTTP API; what it complains of raises AssertionError, and OSError where nobody answers."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1"
+
+    async def scrapes(self, instances: Collection[str]) -> None:
+        """Waits until it scrapes all these, and nothing else."""
+        found: dict[str, str] = {}
+
+        async def all_up() -> bool:
+            with contextlib.suppress(OSError):  # it has only just been started
+                found.clear()
+                found.update(await asyncio.to_thread(self.targets))
+            return found == dict.fromkeys(instances, "up")
+
+        await condition(all_up, WHOLE_LIMIT_S, lambda: f"every target is up: {found}")
+
+    async def evaluated_rules(self) -> list[dict[str, Any]]:
+        """Waits until each has been evaluated; all without an error."""
+        rules: list[dict[str, Any]] = []
+
+        async def evaluated() -> bool:
+            rules[:] = await asyncio.to_thread(self.rules)
+            return all(rule["health"] != "unknown" for rule in rules)
+
+        await condition(evaluated, WHOLE_LIMIT_S, lambda: f"every rule is evaluated: {rules}")
+        assert [rule for rule in rules if rule["health"] != "ok"] == []
+        return rules
+
+    async def alerts_on(self, *wanted: tuple[str, str]) -> float:
+        """Seconds until it has noticed, by alert and `instance`: what must hold for a while before it fires is pending."""
+        found: set[tuple[str, str]] = set()
+
+        async def noticed() -> bool:
+            found.update(await asyncio.to_thread(self.alerts))
+            return found >= set(wanted)
+
+        return await condition(noticed, WHOLE_LIMIT_S, lambda: f"alerts {wanted}; so far {found}")
+
+    async def shows(self, *titles: str, of_the_last: str = RATE_INTERVAL) -> None:
+        """Waits until each of these panels has had data."""
+        queries, empty = panels(of_the_last), list(titles)
+
+        async def shown(title: str) -> bool:
+            return all([await asyncio.to_thread(self.query, query) for query in queries[title]])
+
+        async def all_shown() -> bool:
+            empty[:] = [title for title in empty if not await shown(title)]
+            return not empty
+
+        await condition(all_shown, WHOLE_LIMIT_S, lambda: f"data in {empty}")
+
+    async def knows_how_many_are_usual(self, job: str) -> None:
+        """Waits until `DecantProcessesMissing` has something to compare with."""
+        usual = f'quantile_over_time(0.5, sum by (job) (up{{job="{job}"}})[1h:1m])'
+
+        async def known() -> bool:
+            return bool(await asyncio.to_thread(self.query, usual))
+
+        await condition(known, WHOLE_LIMIT_S, f"Prometheus knows how many of {job} are usual")
 
     def query(self, expression: str) -> dict[str, float]:
         """Its values now that are numbers, by their labels."""

@@ -7,7 +7,6 @@ never stop; each harm proves that it took effect, and no client may see an error
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -16,35 +15,29 @@ import signal
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc.aio
 import openai
 import pytest
 import pytest_asyncio
 from chaos_load import Load, draw_questions
 from chaos_models import ServedModel, served_model
+from compose_deployed import DECODE, NODES, PREFILL, SEEN, Deployed
 from compose_engine import Engine
 from compose_images import NODE, ROUTER, Built
 from compose_project import (
     SILENCE_LIMIT_S,
     TIMES_ARE_TOLD,
     WHOLE_LIMIT_S,
-    Project,
     body_of,
     condition,
     process_state,
     processors,
     tell,
-    usable,
 )
-from compose_prometheus import IMAGE as PROMETHEUS
-from compose_prometheus import Prometheus, build_image, panels
+from compose_prometheus import build_image, panels
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from references import all_references, near_tie_or_none
-
-from bench.ports import free_ports
 
 pytestmark = [
     pytest.mark.docker,
@@ -58,12 +51,8 @@ ROUTER_READY_LIMIT_S = 3.0
 ROUTER_IMAGE_LIMIT_BYTES = 200 * 10**6
 REGISTRY_LEASE_S = 6.0
 QUESTIONS, STREAMS, ANSWERS_AFTERWARDS = 12, 4, 6
-PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
-NODES = {*PREFILL, *DECODE}
 FAULTS = "tests/compose/faults.yml"
 OBSERVABILITY = "deploy/compose/observability.yml"
-SEEN = {f"router{number}:8000" for number in ("", "-1")} | {f"{node}:7102" for node in NODES}
-"""What Prometheus scrapes, as it names them."""
 ONLY_IN_TROUBLE = {
     "KV transfer: Failures, by reason",
     "Fallbacks and placement: Prompts computed by decode nodes, by reason",
@@ -72,49 +61,6 @@ ONLY_IN_TROUBLE = {
 }
 """Panels that show nothing while all is well."""
 ANSWER_LIMIT_S = 120.0
-
-
-class Deployed(Project):
-    """The project with its two routers as clients see them."""
-
-    def __init__(self, engine: Engine, model: ServedModel) -> None:
-        http, grpc_port, http_1, grpc_1, prometheus = free_ports(5)
-        self.http = {"router": f"http://127.0.0.1:{http}", "router-1": f"http://127.0.0.1:{http_1}"}
-        self.grpc = {"router": f"127.0.0.1:{grpc_port}", "router-1": f"127.0.0.1:{grpc_1}"}
-        ports = {"HTTP_PORT": http, "GRPC_PORT": grpc_port, "HTTP_PORT_1": http_1, "GRPC_PORT_1": grpc_1}
-        environment = {name: str(port) for name, port in ports.items()}
-        environment |= {"COMPOSE_PROFILES": "cpu,two-routers", "DTYPE": "float32", "KV_CACHE_MEMORY": "192MiB"}
-        environment |= {"SILENCE_LIMIT": str(SILENCE_LIMIT_S)}
-        environment |= {"PROMETHEUS_IMAGE": PROMETHEUS, "PROMETHEUS_PORT": str(prometheus)}
-        self.prometheus = Prometheus(prometheus)
-        if model.kind != "real":  # which the service `model` makes
-            folder = model.folder
-            folder.parent.chmod(0o755)  # so that the containers' user may look into it
-            environment |= {
-                "MODELS": str(folder.parent),
-                "MODEL": f"/var/lib/decant/{folder.name}",
-                "LOAD_FORMAT": "dummy",
-            }
-            environment["SLOT_BYTES"] = str(model.slot_bytes)
-        super().__init__(engine, "decant", ("docker-compose.yml", "tests/compose/small.yml"), environment)
-
-    async def usable(self, router: str = "router") -> set[str]:
-        return usable(await asyncio.to_thread(body_of, f"{self.http[router]}/health"))
-
-    async def whole(self, limit_s: float = WHOLE_LIMIT_S) -> float:
-        """Seconds until both routers give work to every node."""
-
-        async def all_usable() -> bool:
-            return await self.usable() == NODES and await self.usable("router-1") == NODES
-
-        return await condition(all_usable, limit_s, self.story)
-
-    def story(self) -> str:
-        tails = (f"--- {one}\n{self.logs(one, 15)}" for one in ("router", *sorted(NODES)))
-        return "both routers give work to every node\n" + "\n".join(tails)
-
-    def channel(self, router: str) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.grpc[router], options=(("grpc.enable_http_proxy", 0),))
 
 
 @pytest.fixture(scope="module")
@@ -290,42 +236,12 @@ async def test_prometheus_finds_every_process_by_name_and_its_rules_evaluate(dep
     begun = time.monotonic()
     await asyncio.to_thread(build_image, deployed.engine)
     await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prometheus", also=[OBSERVABILITY])
-    await all_scraped(deployed)
-    rules: list[dict[str, Any]] = []
-
-    async def evaluated() -> bool:
-        rules[:] = await asyncio.to_thread(deployed.prometheus.rules)
-        return all(rule["health"] != "unknown" for rule in rules)
-
-    await condition(evaluated, WHOLE_LIMIT_S, lambda: f"every rule is evaluated: {rules}")
+    await deployed.prometheus.scrapes(SEEN)
+    rules = await deployed.prometheus.evaluated_rules()
     assert len(rules) > 20
-    assert [rule for rule in rules if rule["health"] != "ok"] == []
     tell(
         f"Prometheus has scraped all and evaluated its rules {time.monotonic() - begun:.0f} s after its image was begun"
     )
-
-
-async def all_scraped(deployed: Deployed) -> None:
-    found: dict[str, str] = {}
-
-    async def scraped() -> bool:
-        with contextlib.suppress(OSError):  # it has only just been started
-            found.clear()
-            found.update(await asyncio.to_thread(deployed.prometheus.targets))
-        return found == dict.fromkeys(SEEN, "up")
-
-    await condition(scraped, WHOLE_LIMIT_S, lambda: f"every target is up: {found}\n{deployed.logs('prometheus', 15)}")
-
-
-async def alerted(deployed: Deployed, *wanted: tuple[str, str]) -> float:
-    """Seconds until Prometheus has noticed, by alert and `instance`: what must hold for a while before it fires is pending."""
-    found: set[tuple[str, str]] = set()
-
-    async def noticed() -> bool:
-        found.update(await asyncio.to_thread(deployed.prometheus.alerts))
-        return found >= set(wanted)
-
-    return await condition(noticed, WHOLE_LIMIT_S, lambda: f"alerts {wanted}; so far {found}")
 
 
 async def test_f25_a_process_that_hangs_is_down_by_name(deployed: Deployed, load: Load) -> None:
@@ -333,13 +249,13 @@ async def test_f25_a_process_that_hangs_is_down_by_name(deployed: Deployed, load
     container = deployed.container("router-1")
     await asyncio.to_thread(deployed.engine.docker, "pause", container)
     try:
-        seconds = await alerted(deployed, ("DecantProcessDown", "router-1:8000"))
+        seconds = await deployed.prometheus.alerts_on(("DecantProcessDown", "router-1:8000"))
         down = await asyncio.to_thread(deployed.prometheus.query, 'up{job="decant-router"} == 0')
         assert [json.loads(labels)["instance"] for labels in down] == ["router-1:8000"]
     finally:
         await asyncio.to_thread(deployed.engine.docker, "unpause", container)
     tell(f"a process that hangs is down after {seconds:.0f} s")
-    await all_scraped(deployed)
+    await deployed.prometheus.scrapes(SEEN)
     await deployed.whole()
     await all_is_well(load)
 
@@ -361,7 +277,7 @@ async def test_f01_a_prefill_node_killed_in_mid_transfer_costs_nobody_anything(d
         return await transfers_failed(deployed) > failed_before
 
     await condition(noticed, 30 + SILENCE_LIMIT_S, "a decode node counts the transfer that failed")
-    await shows(deployed, "KV transfer: Failures, by reason")
+    await deployed.prometheus.shows("KV transfer: Failures, by reason", of_the_last="10m")
     await all_is_well(load)
     await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prefill-0")
     await deployed.whole()
@@ -444,7 +360,7 @@ async def test_f27_without_prefill_nodes_decode_nodes_serve_alone_until_they_are
 ) -> None:
     before = await computed_locally(deployed)
     containers = [deployed.container(name) for name in PREFILL]
-    await usual_known(deployed)
+    await deployed.prometheus.knows_how_many_are_usual("decant-prefill")
     await asyncio.to_thread(deployed.engine.docker, "kill", *containers)
 
     async def alone() -> bool:
@@ -452,23 +368,16 @@ async def test_f27_without_prefill_nodes_decode_nodes_serve_alone_until_they_are
 
     await condition(alone, WHOLE_LIMIT_S, "a decode node computes prompts itself, and says so")
     await all_is_well(load)
-    await shows(deployed, "Fallbacks and placement: Prompts computed by decode nodes, by reason")
+    await deployed.prometheus.shows(
+        "Fallbacks and placement: Prompts computed by decode nodes, by reason", of_the_last="10m"
+    )
     routers = [("DecantNoPrefillNode", instance) for instance in ("router:8000", "router-1:8000")]
-    more_s = await alerted(deployed, ("DecantProcessesMissing", ""), *routers)
+    more_s = await deployed.prometheus.alerts_on(("DecantProcessesMissing", ""), *routers)
     tell(f"an alert that no prefill node is left was pending {more_s:.0f} s after clients had noticed nothing")
     await asyncio.to_thread(deployed.engine.docker, "start", *containers)
     await deployed.whole()
     await receives_kv(deployed, "decode-0")
     await all_is_well(load)
-
-
-async def usual_known(deployed: Deployed) -> None:
-    usual = 'quantile_over_time(0.5, sum by (job) (up{job="decant-prefill"})[1h:1m])'
-
-    async def known() -> bool:
-        return bool(await asyncio.to_thread(deployed.prometheus.query, usual))
-
-    await condition(known, WHOLE_LIMIT_S, "Prometheus knows how many prefill nodes are usual")
 
 
 async def computed_locally(deployed: Deployed) -> float:
@@ -591,31 +500,14 @@ async def test_every_panel_and_rule_can_be_evaluated_and_panels_have_data_under_
     deployed: Deployed, load: Load
 ) -> None:
     begun = time.monotonic()
-    for rule in await asyncio.to_thread(deployed.prometheus.rules):
-        assert (rule["health"], rule.get("lastError", "")) == ("ok", ""), rule
+    await deployed.prometheus.evaluated_rules()
     all_panels = panels()
     for title in ONLY_IN_TROUBLE:
         for query in all_panels.pop(title):
             await asyncio.to_thread(deployed.prometheus.query, query)
-    empty = list(all_panels)
-
-    async def all_shown() -> bool:
-        empty[:] = [title for title in empty if not await shown(deployed, all_panels[title])]
-        return not empty
-
-    await condition(all_shown, WHOLE_LIMIT_S, lambda: f"data in {empty}")
+    await deployed.prometheus.shows(*all_panels)
     tell(f"{len(all_panels)} panels had data within {time.monotonic() - begun:.0f} s")
     await all_is_well(load)
-
-
-async def shown(deployed: Deployed, queries: tuple[str, ...]) -> bool:
-    return all([await asyncio.to_thread(deployed.prometheus.query, query) for query in queries])
-
-
-async def shows(deployed: Deployed, title: str) -> None:
-    """What happened some moments ago is seen in the dashboard."""
-    queries = panels(rate_interval="10m")[title]
-    await condition(lambda: shown(deployed, queries), WHOLE_LIMIT_S, f"data in {title}")
 
 
 async def test_at_the_end_nothing_is_held_and_no_answer_was_wrong(deployed: Deployed, load: Load) -> None:
