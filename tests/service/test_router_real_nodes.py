@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
+from pd_golden import TOY_LAYOUT, toy_prompt
 from pd_nodes import inherited
 from router_under_test import RouterUnderTest, router_with, until
 
 from bench.ports import free_port
-from engine.model.toy import write_toy_folder
+from engine.model.toy import TOY_VOCABULARY_SIZE, write_toy_folder
+from engine.model.toy_kv import toy_logits
 from foundation.ids import NodeId
 from foundation.keys import write_key_file
 from router.generation import SamplingWishes, mint_request_id
@@ -270,6 +273,22 @@ async def test_choices_of_one_prompt_equal_single_requests_and_their_prompt_trav
     assert await carried_bytes(cluster) - before == len(CHOICES_PROMPT) * TOY_TOKEN_BYTES
     assert len(set(together)) == CHOICES
     assert together == await choices_alone(cluster.router)
+
+
+async def test_the_log_probabilities_of_a_prompt_are_the_models_own_and_nothing_travels(cluster: Cluster) -> None:
+    prompt, before = toy_prompt(90, 3), await carried_bytes(cluster)
+    body = {"prompt": [prompt, prompt], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    status, found = await cluster.router.post("/v1/completions", body)
+    assert status == 200, found
+    logits = np.stack([toy_logits(prompt[:end], TOY_LAYOUT, TOY_VOCABULARY_SIZE) for end in range(1, len(prompt))])
+    likely = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    for choice in found["choices"]:
+        nothing, *told = choice["logprobs"]["token_logprobs"]
+        assert nothing is None
+        assert told[:-1] == pytest.approx(likely[range(len(prompt) - 1), prompt[1:]].tolist(), abs=1e-4)
+        best = [max(tops.values()) for tops in choice["logprobs"]["top_logprobs"][1:-1]]
+        assert best == pytest.approx(likely.max(axis=1).tolist(), abs=1e-4)
+    assert await carried_bytes(cluster) == before
 
 
 async def test_f05_choices_of_one_prompt_go_on_elsewhere_each_at_its_own_token(cluster: Cluster) -> None:
