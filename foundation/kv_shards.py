@@ -40,9 +40,7 @@ def stage_layers(layout: KvLayout) -> tuple[tuple[int, int], ...]:
     """[first, end) layer of each pipeline stage; the remainder goes to the earlier stages. Raises LayoutError."""
     stages = layout.pipeline_parallel
     if not 1 <= stages <= layout.layers:
-        raise LayoutError(
-            "pipeline_parallel", f"is {stages}; it must be from 1 to the number of layers, {layout.layers}"
-        )
+        raise LayoutError("pipeline_parallel", f"is {stages}; the model has {layout.layers} layers")
     share, rest = divmod(layout.layers, stages)
     ends = [share * (stage + 1) + min(stage + 1, rest) for stage in range(stages)]
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
