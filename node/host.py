@@ -32,6 +32,7 @@ from foundation.log import configure, get_logger
 from foundation.metrics import NodeMetrics
 from foundation.registry_entry import NodeEntry
 from foundation.tracing import NO_TRACER, Tracer, open_tracer
+from kv_transfer.wire import write_fingerprint
 from net.grpc_plane import IN_THE_CLEAR, GrpcPlane, internal_plane
 from node.announcer import Announcer, open_registry
 from node.data_devices import data_devices, watch
@@ -44,7 +45,7 @@ from node.health import EngineProgress
 from node.http_endpoint import HttpEndpoint
 from node.options import NodeOptions
 from node.router_stream import RequestHandler, RouterStreams
-from node.wire import entry_to_wire, fingerprint_to_wire
+from node.wire import entry_to_wire
 
 TEARDOWN_S = 2.0
 """Part of the drain grace that is kept for closing what listens."""
@@ -278,7 +279,7 @@ class _Host:
     def _hello(self, ready: ReadyEngine) -> node_pb2.NodeHello:
         return node_pb2.NodeHello(
             entry=entry_to_wire(self._entry),
-            fingerprint=fingerprint_to_wire(ready.parts.fingerprint),
+            fingerprint=write_fingerprint(ready.parts.fingerprint),
             model_id=ready.model_id,
             max_model_len=ready.config.max_sequence_length,
             block_size=ready.config.block_size,

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from decant_proto.v1 import types_pb2
 
 from engine.port import MOST_BANNED_TOKENS, FinishReason, SamplingParameters
-from foundation.fingerprint import Fingerprint
 from foundation.registry_entry import NodeEntry, Role
 
 FINISH_REASONS: dict[FinishReason, types_pb2.FinishReason.ValueType] = {
@@ -101,19 +100,6 @@ def token_to_wire(
     if logprob is not None:
         token.logprob = logprob
     return token
-
-
-def fingerprint_to_wire(fingerprint: Fingerprint) -> types_pb2.Fingerprint:
-    return types_pb2.Fingerprint(
-        weights=fingerprint.weights,
-        architecture=fingerprint.architecture,
-        tokenizer=fingerprint.tokenizer,
-        vocabulary_size=fingerprint.vocabulary_size,
-        kv_dtype=fingerprint.kv_dtype,
-        quantization=fingerprint.quantization,
-        rope=fingerprint.rope,
-        protocol_major=fingerprint.protocol_major,
-    )
 
 
 def entry_to_wire(entry: NodeEntry) -> types_pb2.NodeEntry:

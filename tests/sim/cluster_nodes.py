@@ -42,9 +42,10 @@ from kv_transfer.driver import EngineProgress, MeteredTransfers, NodeIdentity, P
 from kv_transfer.faults import Faults
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.prefill_driver import PrefillDriver
+from kv_transfer.wire import write_fingerprint
 from node.engine_feed import EngineFeed
 from node.router_stream import RouterStreams
-from node.wire import entry_to_wire, fingerprint_to_wire
+from node.wire import entry_to_wire
 from prefill_node.service import PrefillService
 from router.registry import EmbeddedRegistry
 
@@ -204,7 +205,7 @@ class Life:
         config = self.machine.config
         return node_pb2.NodeHello(
             entry=entry_to_wire(self._entry()),
-            fingerprint=fingerprint_to_wire(FINGERPRINT),
+            fingerprint=write_fingerprint(FINGERPRINT),
             model_id="toy",
             max_model_len=config.max_model_len,
             block_size=config.block_size,
