@@ -104,7 +104,8 @@ class Clockwork(Generic[Side]):
     """What time brings about: heartbeats, lease renewals, and deadlines that have passed without progress.
 
     `waits` lists what a side's state waits for. A node that was itself stopped for a while cannot judge who was silent
-    meanwhile, so it starts its watch anew.
+    meanwhile: that time does not count. What it counted before does, so that every wait ends on a machine that stops it again and
+    again.
     """
 
     def __init__(
@@ -127,10 +128,10 @@ class Clockwork(Generic[Side]):
         self._last_renewal_s = 0.0
 
     def tick(self, side: Side, now_s: float) -> tuple[Beat | DeadlineEvent, ...]:
-        if now_s - self._last_look_s > self._limits.silence_limit_s / 2:
-            self._watch = Watch()
-        self._last_look_s = now_s
-        self._watch, passed = self._watch.look(self._waits(side, self._protocol_limits), now_s)
+        since_look_s, self._last_look_s = now_s - self._last_look_s, now_s
+        stopped_s = since_look_s if since_look_s > self._limits.silence_limit_s / 2 else 0.0
+        waits = self._waits(side, self._protocol_limits)
+        self._watch, passed = self._watch.look(waits, now_s, stopped_s, spare_s=self._limits.heartbeat_s)
         return (*self._beats(now_s), *passed)
 
     def _beats(self, now_s: float) -> tuple[Beat, ...]:

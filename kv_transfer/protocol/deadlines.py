@@ -45,12 +45,20 @@ class Watch:
 
     since: Table[DeadlineEvent, tuple[Hashable, float]] = field(default_factory=Table)
 
-    def look(self, waits: Iterable[Wait], now_s: float) -> tuple[Watch, tuple[DeadlineEvent, ...]]:
-        """The watch after this look, and the deadlines that have passed; each of those starts anew."""
+    def look(
+        self, waits: Iterable[Wait], now_s: float, stopped_s: float = 0.0, spare_s: float = 0.0
+    ) -> tuple[Watch, tuple[DeadlineEvent, ...]]:
+        """The watch after this look, and the deadlines that have passed; each of those starts anew.
+
+        `stopped_s` is time since the last look in which this node did not run: it does not count, and after it each wait has
+        `spare_s` more at least, for what has come meanwhile to be read.
+        """
         since: dict[DeadlineEvent, tuple[Hashable, float]] = {}
         passed = []
         for wait in waits:
             marker, since_s = self.since.get(wait.event, (wait.marker, now_s))
+            if stopped_s:
+                since_s = min(now_s, max(since_s + stopped_s, now_s - wait.limit_s + spare_s))
             if marker != wait.marker:
                 since_s = now_s
             elif now_s - since_s >= wait.limit_s:

@@ -46,7 +46,7 @@ PARCELS = len(TOKENS) // PARCEL_POSITIONS
 PATIENT = replace(LIMITS, silence_limit_s=20.0)
 """With these, what is known within a few seconds is not known by a silence."""
 LONGEST_SILENCE_S = 2 * LIMITS.silence_limit_s + 1.0
-"""A node that was itself stopped for a moment gives its peers the whole limit once more."""
+"""A node that was itself stopped does not count that time, nor what is left of a heartbeat."""
 
 
 @dataclass

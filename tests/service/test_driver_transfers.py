@@ -248,7 +248,7 @@ async def test_f07_a_control_stream_that_loses_one_direction_ends_in_time_and_re
         await until(lambda: pair.decode_watcher.payload("scattered", transfer) > 0)
         pair.proxy.mute(direction)
         await until(lambda: pair.proxy.swallowed_bytes > 0)
-        # Twice, where this process was stopped for a moment and begins to count anew; still sooner than a stall.
+        # Twice, where this process was stopped for a moment, which does not count; still sooner than a stall.
         _, account = await pair.outcome(transfer, limit_s=2 * limits.silence_limit_s + 0.2)
         pair.check_landed(transfer, TOKENS, account.verified_positions)
         pair.proxy.heal()

@@ -102,7 +102,21 @@ def test_a_node_that_was_stopped_itself_does_not_call_its_peers_silent() -> None
     run(works, 100.0, 101.0, "m")
     assert not any(isinstance(event, Silent) for event in works.tick("m", 150.0))
     told = [now_s for now_s, event in run(works, 150.25, 153.0, "m") if isinstance(event, Silent)]
-    assert told == [152.0]
+    assert told == [151.0, 153.0], "one second before, and one after"
+
+
+def test_after_a_stop_a_peer_is_called_silent_no_sooner_than_a_heartbeat_later() -> None:
+    works = clockwork()
+    run(works, 100.0, 101.75, "m")
+    told = [now_s for now_s, event in run(works, 150.0, 151.0, "m") if isinstance(event, Silent)]
+    assert told == [150.5]
+
+
+def test_f02_a_node_that_is_stopped_again_and_again_gives_a_silent_peer_up_all_the_same() -> None:
+    """Each stop gave the peer its whole limit once more, so a node that stuttered waited for ever."""
+    works = clockwork()
+    told = [run(works, 100.0 + 3 * turn, 101.0 + 3 * turn, "m") for turn in range(4)]
+    assert [any(isinstance(event, Silent) for _, event in turn) for turn in told] == [False, True, False, True]
 
 
 def test_faults_must_be_enabled_and_known(monkeypatch: pytest.MonkeyPatch) -> None:
