@@ -74,7 +74,7 @@ async def test_echo_with_logprobs_begins_with_the_prompts_own(folder: Path) -> N
 async def test_without_an_answer_only_the_prompt_is_said(folder: Path, stream: bool) -> None:
     prompt = list(b"alone")
     async with router_with(folder, FakeNode("d0")) as router:
-        asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+        asked: dict[str, Any] = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
         if stream:
             *chunks, usage = await streamed(router, **asked, stream_options={"include_usage": True})
             choices = [chunk["choices"][0] for chunk in chunks]
@@ -97,7 +97,13 @@ async def test_offsets_count_characters_of_the_text_not_of_its_broken_bytes(fold
 
 async def test_what_truncation_keeps_is_echoed(folder: Path) -> None:
     async with router_with(folder, FakeNode("d0")) as router:
-        asked = {"prompt": "0123456789", "truncate_prompt_tokens": 4, "echo": True, "max_tokens": 0, "logprobs": 1}
+        asked: dict[str, Any] = {
+            "prompt": "0123456789",
+            "truncate_prompt_tokens": 4,
+            "echo": True,
+            "max_tokens": 0,
+            "logprobs": 1,
+        }
         (choice,) = (await ask(router, **asked))["choices"]
     assert choice["text"] == "6789"
     assert choice["logprobs"]["token_logprobs"] == values(list(b"6789"))
