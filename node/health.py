@@ -17,6 +17,8 @@ DATA_PLANE = "data_plane"
 LANE_FAILURES_BEFORE_BROKEN = 2
 FIRST_REST_S = 2.0
 LONGEST_REST_S = 30.0
+LANE_REMEMBERED_S = 300.0
+"""Longer than any lane rests. Peers come and go under new names, and one that has gone is no lane that works."""
 
 
 def serves_alone(problems: Iterable[Problem]) -> bool:
@@ -47,6 +49,7 @@ class EngineProgress:
 class _Lane:
     """How the lane from one prefill node has behaved of late. `rests_until`: nobody should use it before."""
 
+    told_at: float
     failures: int = 0
     failed_at: float = 0.0
     reason: str = ""
@@ -83,15 +86,14 @@ class LaneHealth:
             self._break(peer, f"lane_too_slow: {reason}", self._slow_rest_s)
 
     def committed(self, peer: NodeId) -> None:
-        lane = self._lanes.get(peer)
-        if lane is None or not lane.reason.startswith("lane_too_slow"):
-            self._lanes[peer] = _Lane(worked=True)
+        if not self._lane(peer).reason.startswith("lane_too_slow"):
+            self._lanes[peer] = _Lane(self._now(), worked=True)
 
     def ended(self, peer: NodeId, reason: str, seconds: float) -> None:
         """A transfer ended without its KV, for this reason, after so long. Those that were under way together fail once."""
         if reason not in self.FAILURES:
             return
-        now, lane = self._now(), self._lanes.setdefault(peer, _Lane())
+        now, lane = self._now(), self._lane(peer)
         if lane.failures and now - seconds < lane.failed_at:
             return
         lane.failures += 1
@@ -108,14 +110,22 @@ class LaneHealth:
 
     def check(self) -> Problem | None:
         """A problem of this node only when no lane works: others are a matter between two nodes."""
-        broken = self.broken()
-        if not broken or any(lane.worked for peer, lane in self._lanes.items() if peer not in broken):
+        now, broken = self._now(), self.broken()
+        works = (lane.worked and now - lane.told_at < LANE_REMEMBERED_S for lane in self._lanes.values())
+        if not broken or any(works):
             return None
-        since_s = self._now() - min(self._lanes[peer].since for peer in broken)
+        since_s = now - min(self._lanes[peer].since for peer in broken)
         return Problem(DATA_PLANE, since_s, ", ".join(f"{peer}: {reason}" for peer, reason in sorted(broken.items())))
 
+    def _lane(self, peer: NodeId) -> _Lane:
+        now = self._now()
+        self._lanes = {known: lane for known, lane in self._lanes.items() if now - lane.told_at < LANE_REMEMBERED_S}
+        lane = self._lanes.setdefault(peer, _Lane(now))
+        lane.told_at = now
+        return lane
+
     def _break(self, peer: NodeId, reason: str, rest_s: float) -> None:
-        lane, now = self._lanes.setdefault(peer, _Lane()), self._now()
+        now, lane = self._now(), self._lane(peer)
         if not lane.reason:
             lane.since = now
         lane.reason, lane.worked, lane.rests_until = reason, False, now + rest_s

@@ -283,10 +283,9 @@ class NodeLink:
         next_heartbeat_s = last_tick_s = self._now()
         while True:
             now_s = self._now()
-            if now_s - last_tick_s >= self._timing.silence_limit_s / 2:
-                # This process itself was stopped: what the node said meanwhile has yet to be read.
-                self.health.heard(now_s)
-            last_tick_s = now_s
+            since_tick_s, last_tick_s = now_s - last_tick_s, now_s
+            if since_tick_s >= self._timing.silence_limit_s / 2:  # this process itself was stopped
+                self.health.not_watched(since_tick_s, self._timing.heartbeat_s, now_s)
             if now_s >= next_heartbeat_s:
                 self.send(node_pb2.RouterMessage(heartbeat=node_pb2.RouterHeartbeat()))
                 next_heartbeat_s = now_s + self._timing.heartbeat_s

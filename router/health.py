@@ -79,6 +79,12 @@ class NodeHealth:
             self.progress_s = now_s
         self.status = status
 
+    def not_watched(self, stopped_s: float, spare_s: float, now_s: float) -> None:
+        """This process did not run for so long. That time does not count, what was counted before does; and `spare_s` is left at
+        least, for what the node said meanwhile to be read."""
+        self.heard_s = min(now_s, max(self.heard_s + stopped_s, now_s - self.silence_limit_s + spare_s))
+        self.progress_s = min(now_s, max(self.progress_s + stopped_s, now_s - self._progress_limit_s + spare_s))
+
     def tick(self, now_s: float) -> None:
         """Call at least every quarter of the silence limit."""
         silent_s = now_s - self.heard_s
@@ -98,7 +104,11 @@ class NodeHealth:
     def stalled(self, now_s: float) -> bool:
         """Its engine has work and has taken no step for longer than one step and a silence may last."""
         working = self.status is not None and self.status.has_work
-        return working and now_s - self.progress_s >= self.silence_limit_s + self.step_limit_s
+        return working and now_s - self.progress_s >= self._progress_limit_s
+
+    @property
+    def _progress_limit_s(self) -> float:
+        return self.silence_limit_s + self.step_limit_s
 
     def refused_for_s(self, now_s: float, refusal: str | None) -> float:
         """How long it has been refused for this reason, as far as anybody looked; `refusal` is what it is now."""

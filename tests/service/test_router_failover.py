@@ -68,7 +68,7 @@ async def test_a_decode_node_that_falls_silent_is_given_up_at_the_silence_limit(
         await router.heard(5)
         other.ready = True
         hanging.silent = True
-        # Twice, where this process was stopped for a moment: then the router gives the node the limit once more.
+        # Later, where this process was stopped for a moment: that time does not count.
         await until(lambda: other.submits, 2 * SILENCE_LIMIT_S + 0.5)
         assert await answer == unharmed("hello")
 

@@ -7,7 +7,7 @@ from foundation.health import Health, Problem
 from foundation.ids import NodeId
 from foundation.metrics import NodeMetrics
 from node.engine_feed import EngineFeed
-from node.health import EngineProgress, LaneHealth, serves_alone
+from node.health import LANE_REMEMBERED_S, EngineProgress, LaneHealth, serves_alone
 
 
 class Clock:
@@ -119,6 +119,18 @@ def test_a_broken_lane_beside_one_that_works_is_no_problem_of_the_node() -> None
         lanes.ended(P0, "self_test_timeout", 0.0)
     assert set(lanes.broken()) == {P0}
     assert lanes.check() is None
+
+
+def test_f25_a_lane_that_worked_long_ago_does_not_hide_that_none_works_now() -> None:
+    clock = Clock()
+    lanes = lane_health(clock)
+    lanes.committed(P1)
+    clock.now += LANE_REMEMBERED_S
+    for _ in range(2):
+        lanes.ended(P0, "self_test_timeout", 0.0)
+    problem = lanes.check()
+    assert problem is not None, "p1 may be gone for good"
+    assert problem.detail == "p0: self_test_timeout"
 
 
 def test_what_a_peer_is_to_blame_for_breaks_no_lane() -> None:

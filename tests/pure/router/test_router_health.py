@@ -52,6 +52,34 @@ def test_f25_a_node_that_speaks_but_takes_no_step_is_stalled() -> None:
     assert health.refusal(6.0) is None
 
 
+def test_a_router_that_was_stopped_blames_no_node_for_it() -> None:
+    health = connected()
+    health.reported(Status(ready=True, has_work=True, engine_steps=5), 0.0)
+    health.not_watched(stopped_s=60.0, spare_s=0.5, now_s=60.4)
+    health.tick(60.4)
+    assert health.refusal(60.4) is None
+
+
+def test_a_router_that_is_stopped_again_and_again_still_gives_up_a_silent_node() -> None:
+    health, now_s, looks = connected(), 0.0, 0
+    while health.state is not LinkState.LOST:
+        now_s, looks = now_s + 1.25, looks + 1
+        health.not_watched(stopped_s=1.25, spare_s=0.5, now_s=now_s)
+        now_s += 0.5
+        health.tick(now_s)
+        assert looks <= 4, "two seconds of watching are over"
+    assert looks == 4
+
+
+def test_after_a_stop_there_is_time_to_read_what_came_meanwhile() -> None:
+    health = connected()
+    health.tick(1.9)
+    health.not_watched(stopped_s=1.5, spare_s=0.5, now_s=3.4)
+    for now_s, state in ((3.8, LinkState.SUSPECT), (3.9, LinkState.LOST)):
+        health.tick(now_s)
+        assert health.state is state
+
+
 def test_f14_slow_steps_are_not_a_stall() -> None:
     health = connected()
     for step in range(10):
