@@ -20,7 +20,7 @@ from router.tool_calls.hermes import HermesCalls
 from router.tool_calls.objects import LlamaCalls, MistralCalls, short_id
 
 __all__ = [
-    "FORCED_CALLS",
+    "FORCED_PARSERS",
     "PARSERS",
     "CallDelta",
     "HermesCalls",
