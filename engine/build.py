@@ -80,7 +80,8 @@ def build_engine(options: BuildOptions) -> EngineParts:
     """Load, warm up and put together. Takes seconds. Raises ConfigurationError naming the setting that is wrong."""
     if options.batch_invariant:
         raise ConfigurationError(
-            "--batch-invariant", "needs a GPU: on a CPU products are computed in the form that is fastest for their rows"
+            "--batch-invariant",
+            "needs a GPU: on a CPU products are computed in the form that is fastest for their rows",
         )
     model = read_model_config(options.model)
     dtype = model.dtype if options.dtype == "auto" else options.dtype

@@ -168,7 +168,9 @@ class Run:
             self._parts = None  # its pool makes room
             gc.collect()
             torch.cuda.empty_cache()
-            engine, _ = steps.build(Path(folder), HEAD_ORDER, LAYER_GROUP, kv_gib=INVARIANT_KV_GIB, batch_invariant=True)
+            engine, _ = steps.build(
+                Path(folder), HEAD_ORDER, LAYER_GROUP, kv_gib=INVARIANT_KV_GIB, batch_invariant=True
+            )
         for line in engine.report:
             self.report(line)
         invariant = measured("batch-invariant", engine)

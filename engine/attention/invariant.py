@@ -10,16 +10,22 @@ Must not know: requests, graphs, who captures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 
 from engine.attention.decode_plan import DecodePlan, DecodeShape
 from engine.attention.flashinfer import PLAN_BYTES, FlashInferAttention, Int32, Pages
-from engine.kernels.invariant_attention import ITEM_ROWS, ITEM_WORDS, SPLIT, attend, join_splits
+from engine.attention.invariant_items import (
+    ITEM_ROWS,
+    ITEM_WORDS,
+    SPLIT,
+    rows_aligned,
+    write_chunk_items,
+    write_decode_items,
+)
+from engine.kernels.invariant_attention import attend, join_splits
 from engine.kv_cache.device_storage import DeviceKvStorage
 from foundation.errors import ConfigurationError
 
@@ -76,7 +82,8 @@ class InvariantAttention:
         programs = min(plan.shape.pieces, max(rows, PROGRAMS_AT_LEAST))
         items = self._decode_words[2 * rows_aligned(rows) :]
         self._attend(programs, layer, queries, pages, items, out)
-        join_splits(self._partial, self._sums, self._decode_words, out)
+        if self._most_splits > 1:
+            join_splits(self._partial, self._sums, self._decode_words, out)
 
     def plan_prefill(
         self, pinned: torch.Tensor, query_start: Int32, page_start: Int32, context_lengths: Int32
@@ -100,69 +107,3 @@ class InvariantAttention:
 
 
 DeviceAttention = FlashInferAttention | InvariantAttention
-MakeAttention = Callable[[DeviceKvStorage], DeviceAttention]
-
-
-def rows_aligned(rows: int) -> int:
-    """Rows whose parts stand before the items: items begin at a multiple of 16 bytes, as the kernel was compiled for."""
-    return -(-rows // 8) * 8
-
-
-def write_decode_items(out: Int32, page_start: Int32, block_size: int) -> int:
-    """Parts and items of one query for each row with pages `page_start` [R + 1]; returns the words written.
-
-    A row of one split has no partial result. A context that fills its last page less than wholly may have a last item without
-    keys, which adds nothing.
-    """
-    counts = np.diff(page_start)
-    rows = len(counts)
-    splits = -(-counts * block_size // SPLIT)
-    first = np.zeros(rows + 1, np.int32)
-    np.cumsum(splits, out=first[1:])
-    total = int(first[-1])
-    parts = out[: 2 * rows].reshape(rows, 2)
-    parts[:, 0] = first[:-1]
-    parts[:, 1] = np.where(splits > 1, splits, 0)
-    begin = 2 * rows_aligned(rows)
-    out[begin] = total
-    row = np.repeat(np.arange(rows, dtype=np.int32), splits)
-    place = np.arange(total, dtype=np.int32)
-    split = place - first[row]
-    end = begin + (total + 1) * ITEM_WORDS
-    items = out[begin + ITEM_WORDS : end].reshape(total, ITEM_WORDS)
-    items[:, 0] = row
-    items[:, 1] = 1
-    items[:, 2] = (counts[row] - 1) * block_size - 1
-    items[:, 3] = page_start[row]
-    items[:, 4] = split
-    items[:, 5] = split + 1
-    items[:, 6] = np.where(splits[row] > 1, place, -1)
-    items[:, 7] = row
-    return end
-
-
-def write_chunk_items(
-    out: Int32, query_start: Int32, page_start: Int32, context_lengths: Int32, item_queries: int
-) -> int:
-    """Items of at most `item_queries` queries, those with most keys first; returns their number."""
-    counts = np.diff(query_start)
-    tiles = -(-counts // item_queries)
-    first = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(tiles, out=first[1:])
-    total = int(first[-1])
-    row = np.repeat(np.arange(len(counts), dtype=np.int32), tiles)
-    offset = (np.arange(total, dtype=np.int32) - first[row]) * item_queries
-    count = np.minimum(counts[row] - offset, item_queries)
-    position = context_lengths[row] - counts[row] + offset
-    order = np.argsort(-(position + count), kind="stable")
-    out[0] = total
-    items = out[ITEM_WORDS : (total + 1) * ITEM_WORDS].reshape(total, ITEM_WORDS)
-    items[:, 0] = (query_start[row] + offset)[order]
-    items[:, 1] = count[order]
-    items[:, 2] = position[order]
-    items[:, 3] = page_start[row][order]
-    items[:, 4] = 0
-    items[:, 5] = -(-(position + count)[order] // SPLIT)
-    items[:, 6] = -1
-    items[:, 7] = -1
-    return total

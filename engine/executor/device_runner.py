@@ -177,6 +177,9 @@ class DeviceRunner:
         begun = time.perf_counter()
         slot = self._slots[0]
         capture = GraphCapture(self._decoder, self._attention, self._buffers, self._stream)
+        asked = self._prompt(1)
+        asked = replace(asked, sampling=replace(asked.sampling, logprobs=np.ones(1, np.int32)))
+        self.launch_as(asked, Choice(Mode.EAGER, 1, Reason.NONE)).result()
         for tokens in sorted(eager):
             self.launch_as(self._prompt(tokens), Choice(Mode.EAGER, tokens, Reason.NONE)).result()
         torch.cuda.empty_cache()

@@ -5,11 +5,11 @@ softmax of its own (Milakov and Gimelshein, 2018), and splits are joined in thei
 queries stand beside this one, changes nothing: tiles beyond a query's position add zeros to it, exactly. So a token has the
 same bits whether its query comes alone or in a chunk of any size.
 
-One compiled kernel serves both. An *item* is a few queries of one sequence and some of its splits; with all splits it writes the
-result, with a part of them a partial result, which `join_splits` takes up with the arithmetic that the kernel itself uses.
-Multiplications and additions are not fused, so that every program rounds alike.
+One compiled kernel serves both, by items (`engine.attention.invariant_items`): an item with all splits of its queries writes the
+result, one with a part of them a partial result, which `join_splits` takes up with the arithmetic that the kernel itself uses.
+Multiplications and additions are not fused, so that both round alike.
 
-Must not know: who cuts a step into items (`engine.attention.invariant`).
+Must not know: rows, how a step was cut.
 """
 
 from __future__ import annotations
@@ -19,16 +19,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.attention.invariant_items import ITEM_ROWS, ITEM_WORDS, SPLIT
 from engine.kernels.overlap import OVERLAPPED
 
-SPLIT = 1024
 TILE = 64
-ITEM_ROWS = 64
-"""Queries of an item times the query heads of a KV head, which are padded to a power of two."""
-ITEM_WORDS = 8
-"""First token, queries, position of the first query less what the row's last page holds, first of the row's pages, first split,
-end split, place of the partial result (-1: none), row whose last page counts (-1: none). The words of item i begin at
-(i + 1) * ITEM_WORDS; word 0 is the number of items."""
 _LOG2_E = 1.4426950408889634
 _LOWEST = tl.constexpr(float("-inf"))
 
@@ -179,8 +173,8 @@ def attend(
     sums: torch.Tensor,
 ) -> None:
     """`queries`, `out` [T, heads, head_dim], the last two dimensions contiguous, `out` wholly; `layer_kv` [blocks, 2, *inner,
-    head_dim], `hnd` telling the order of inner; `items` int32, as `ITEM_WORDS` says; `partial` float32 [places, heads, head_dim]
-    and `sums` float32 [places, heads, 2]. `programs` for each KV head share the items."""
+    head_dim], `hnd` telling the order of inner; `items` int32, as `invariant_items` says; `partial` [places, heads, head_dim] and
+    `sums` [places, heads, 2] float32. `programs` for each KV head share the items."""
     heads, dim = queries.shape[1:]
     inner_head, inner_position = (2, 3) if hnd else (3, 2)
     kv_heads, block_size = layer_kv.shape[inner_head], layer_kv.shape[inner_position]
@@ -219,7 +213,7 @@ def attend(
 
 
 def join_splits(partial: torch.Tensor, sums: torch.Tensor, parts: torch.Tensor, out: torch.Tensor) -> None:
-    """`parts` int32 [R, 2]: first place and number of each row's partial results, 0 where it has none. `out` [R, heads, head_dim]."""
+    """Into `out` [R, heads, head_dim]; `parts` int32 [R, 2]: first place and number of a row's partial results, 0: it has none."""
     rows, heads, dim = out.shape
     _join_splits[(rows, heads)](
         partial,

@@ -22,9 +22,10 @@ ROW_TILES_A_GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Of products of at least `from_rows` rows."""
+    """Of products of at least `from_rows` rows and `from_outputs` outputs."""
 
     from_rows: int
+    from_outputs: int
     rows: int
     outputs: int
     step: int
@@ -32,8 +33,14 @@ class Tiling:
     stages: int
 
 
-TILINGS = (Tiling(0, 64, 64, 128, 4, 4), Tiling(129, 128, 128, 64, 8, 4), Tiling(1024, 128, 256, 64, 8, 3))
-"""By rising `from_rows`. The first reads a weight for few rows: many thread blocks with much of it on its way."""
+TILINGS = (
+    Tiling(0, 0, rows=64, outputs=64, step=128, warps=4, stages=4),
+    Tiling(33, 16_384, rows=64, outputs=128, step=128, warps=4, stages=3),
+    Tiling(129, 0, rows=128, outputs=128, step=64, warps=8, stages=4),
+    Tiling(1024, 0, rows=128, outputs=256, step=64, warps=8, stages=3),
+)
+"""The last that fits is taken. The first reads a weight for few rows: many thread blocks, each with much of it on its way; where
+there are enough of them, wider ones read the rows less often."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -122,8 +129,8 @@ def invariant_product(
     return out
 
 
-def tiling_for(tilings: tuple[Tiling, ...], rows: int) -> Tiling:
-    return next(tiling for tiling in reversed(tilings) if tiling.from_rows <= rows)
+def tiling_for(tilings: tuple[Tiling, ...], rows: int, outputs: int) -> Tiling:
+    return next(tiling for tiling in reversed(tilings) if tiling.from_rows <= rows and tiling.from_outputs <= outputs)
 
 
 def agreeing_tilings(dtype: torch.dtype, device: torch.device) -> tuple[Tiling, ...]:

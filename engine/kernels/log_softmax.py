@@ -16,16 +16,14 @@ def _greater(a, b):
     return tl.where(b > a, b, a)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _log_softmax(logits, rows, out, vocabulary, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     base = logits + tl.load(rows + row).to(tl.int64) * vocabulary
     greatest = tl.full((TILE,), _LOWEST, tl.float32)
     for offset in range(0, vocabulary, TILE):
         token = offset + tl.arange(0, TILE)
-        greatest = _greater(
-            greatest, tl.load(base + token, mask=token < vocabulary, other=_LOWEST).to(tl.float32)
-        )
+        greatest = _greater(greatest, tl.load(base + token, mask=token < vocabulary, other=_LOWEST).to(tl.float32))
     best = tl.reduce(greatest, 0, _greater)
     sums = tl.zeros((TILE,), tl.float32)
     for offset in range(0, vocabulary, TILE):

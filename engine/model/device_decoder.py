@@ -155,7 +155,8 @@ class DeviceDecoder:
         return F.linear(x, _weight(linear), linear.bias)
 
     def _invariant(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return invariant_product(x, _weight(linear), linear.bias, tiling_for(self._tilings, len(x)), out)
+        weight = _weight(linear)
+        return invariant_product(x, weight, linear.bias, tiling_for(self._tilings, len(x), len(weight)), out)
 
 
 def _weight(linear: Linear) -> torch.Tensor:
