@@ -213,7 +213,7 @@ def attend(
 
 
 def join_splits(partial: torch.Tensor, sums: torch.Tensor, parts: torch.Tensor, out: torch.Tensor) -> None:
-    """Into `out` [R, heads, head_dim]; `parts` int32 [R, 2]: first place and number of a row's partial results, 0: it has none."""
+    """Into `out` [R, heads, head_dim]; `parts` int32 [R, 2]: each row's first place, and how many partial results it has."""
     rows, heads, dim = out.shape
     _join_splits[(rows, heads)](
         partial,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,8 @@ from engine.attention.invariant_items import (
     write_chunk_items,
     write_decode_items,
 )
+from engine.build import BuildOptions, build_engine
+from foundation.errors import ConfigurationError
 
 WORDS = 1 << 18
 
@@ -74,3 +78,8 @@ def test_chunks_are_cut_into_items_that_hold_every_query_once_the_longest_first(
     assert positions.tolist() == want.tolist()
     assert pages.tolist() == np.repeat(page_start[:-1], counts).tolist()
     assert (np.diff(items[:, 2] + items[:, 1]) <= 0).all()
+
+
+def test_a_cpu_refuses_to_promise_equal_bits() -> None:
+    with pytest.raises(ConfigurationError, match="--batch-invariant: needs a GPU"):
+        build_engine(BuildOptions(model=Path("nowhere"), batch_invariant=True))
