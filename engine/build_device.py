@@ -67,7 +67,7 @@ def build_device_engine(options: BuildOptions, device: torch.device) -> DeviceEn
         with torch.inference_mode():
             attention: DeviceAttention
             if options.batch_invariant:
-                attention = InvariantAttention(storage, model.heads, limits.rows, limits.row_blocks, limits.tokens)
+                attention = InvariantAttention(storage, model.heads, limits.rows, max_model_len, limits.tokens)
             else:
                 attention = FlashInferAttention(storage, model.heads)
             decoding = DeviceDecoder(decoder, storage, max_model_len, invariant_tilings=tilings)

@@ -42,9 +42,11 @@ class ChunkPlan:
 class InvariantAttention:
     """Kernels for one pool. `plan_*` and the runs of its plan share the current stream."""
 
-    def __init__(self, storage: DeviceKvStorage, heads: int, most_rows: int, row_blocks: int, most_tokens: int) -> None:
-        """For steps of at most `most_rows` rows of `row_blocks` blocks and `most_tokens` tokens. Raises ConfigurationError where
-        their items are too many."""
+    def __init__(
+        self, storage: DeviceKvStorage, heads: int, most_rows: int, most_positions: int, most_tokens: int
+    ) -> None:
+        """For steps of at most `most_rows` rows of `most_positions` positions, and `most_tokens` tokens. Raises ConfigurationError
+        where their items are too many."""
         layout = storage.layout
         device = storage.memory.device
         self.heads, self.kv_heads, self.head_dim = heads, layout.kv_heads, layout.head_dim
@@ -54,6 +56,7 @@ class InvariantAttention:
         group = triton.next_power_of_2(heads // layout.kv_heads)
         assert group <= ITEM_ROWS, f"{heads} query heads for {layout.kv_heads} KV heads"
         self._item_queries = ITEM_ROWS // group
+        row_blocks = -(-most_positions // self.block_size)
         self._most_splits = -(-row_blocks * self.block_size // SPLIT)
         places = most_rows * self._most_splits
         chunk_items = -(-most_tokens // self._item_queries) + most_rows

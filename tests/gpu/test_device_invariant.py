@@ -89,7 +89,7 @@ class OneSequence:
         count = -(-context // BLOCK_SIZE)
         self.storage = DeviceKvStorage(layout, count + 3, DEVICE)
         self.storage.memory.fill_(float("nan"))
-        self.attention = InvariantAttention(self.storage, heads, 300, count, context)
+        self.attention = InvariantAttention(self.storage, heads, 300, context, context)
         self.blocks = np.random.default_rng(1).permutation(count + 3)[:count].astype(np.int32)
         self.cells = random(context, 2, KV_HEADS, HEAD_DIM)
         self.heads = random(context, heads + 2 * KV_HEADS, HEAD_DIM)
