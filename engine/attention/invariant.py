@@ -45,8 +45,9 @@ class InvariantAttention:
     def __init__(
         self, storage: DeviceKvStorage, heads: int, most_rows: int, most_positions: int, most_tokens: int
     ) -> None:
-        """For steps of at most `most_rows` rows of `most_positions` positions, and `most_tokens` tokens. Raises ConfigurationError
-        where their items are too many."""
+        """For steps of at most `most_rows` rows of `most_positions` positions, and `most_tokens` tokens.
+
+        Raises ConfigurationError where their items are too many."""
         layout = storage.layout
         device = storage.memory.device
         self.heads, self.kv_heads, self.head_dim = heads, layout.kv_heads, layout.head_dim
