@@ -191,6 +191,9 @@ class PrefillDriver:
             outbound.block_ids, outbound.owner_words = tuple(block_ids), tuple(owner_words)
             self._pump.emit(on.PrefillReserved(transfer, cached_positions, expected_positions))
 
+    def layers_computed(self, transfer: TransferId, positions: int, end_layer: int) -> None:
+        self._pump.emit(on.LayersComputed(transfer, positions, end_layer))
+
     def computed(self, transfer: TransferId, positions: int) -> None:
         self._observer.computed(transfer, positions)
         self._pump.emit(on.Computed(transfer, positions))
