@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu import hand_over, landing, measure, parts, replay, steps
+from bench.gpu import hand_over, landing, landing_causes, measure, parts, replay, steps
 from bench.serving.link import ratios_of_link
 from engine.build_device import DeviceEngineParts
 from foundation.kv_layout import HeadOrder
@@ -152,6 +152,10 @@ class Run:
             "prefill": self._told("gathers", landing.prefill_beside_gathers(engine, HEAD_ORDER, LAYER_GROUP)),
         }
 
+    def landing_causes(self) -> dict[str, dict[str, float]]:
+        """Whether landing KV slows the GPU's kernels or the host."""
+        return landing_causes.landing_causes(self.engine(), HEAD_ORDER, LAYER_GROUP, 64, 2048, self.report)
+
     def _told(self, name: str, figures: dict[str, float]) -> dict[str, float]:
         self.report(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
         return figures
@@ -172,6 +176,7 @@ FIGURES: tuple[Callable[[Run], Any], ...] = (
     Run.mixed,
     Run.replay,
     Run.landing,
+    Run.landing_causes,
     Run.profile_prefill,
     Run.host,
 )
