@@ -315,6 +315,10 @@ class NodeMetrics(ServingMetrics):
         self.kv_transfer_bytes_total = self._counter(
             "kv_transfer_bytes_total", "KV payload bytes that crossed the data plane, at this end"
         )
+        self.kv_early_parcels_total = self._counter(
+            "kv_early_parcels_total",
+            "Parcels that left this node while the step that computes their positions still ran",
+        )
         self.kv_transfer_seconds = self._histogram(
             "kv_transfer_seconds", "From a transfer's first Ask to its end", TRANSFER_BUCKETS_S
         )

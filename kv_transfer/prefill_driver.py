@@ -313,6 +313,8 @@ class PrefillDriver:
             seed=self._seeds(effect, outbound).seed(effect.credit, effect.parcel, payload_bytes),
             message=self._arena.message(effect.slot, payload_bytes),
         )
+        if effect.parcel.end_position > self._side.transfers[effect.transfer].computed_positions:
+            self._observer.early(effect.transfer, effect.parcel_index)
         self._copier.gather(job, partial(self._was_gathered, effect, payload_bytes))
 
     def _seeds(self, effect: do.Gather, outbound: _Outbound) -> DigestSeeds:

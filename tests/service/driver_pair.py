@@ -223,6 +223,7 @@ class Watcher:
     """A `TransferObserver` that keeps everything, in order."""
 
     parcels: list[tuple[str, TransferId, int, int]] = field(default_factory=list)
+    early_parcels: list[tuple[TransferId, int]] = field(default_factory=list)
     lanes: list[tuple[NodeId, str, float]] = field(default_factory=list)
     drops: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     slot_states: dict[str, int] = field(default_factory=dict)
@@ -232,6 +233,9 @@ class Watcher:
 
     def parcel(self, stage: str, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None:
         self.parcels.append((stage, transfer, parcel_index, payload_bytes))
+
+    def early(self, transfer: TransferId, parcel_index: int) -> None:
+        self.early_parcels.append((transfer, parcel_index))
 
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
         self.lanes.append((peer, lane, gigabytes_per_second))

@@ -132,6 +132,7 @@ async def test_early_layers_leave_while_later_layers_of_the_same_step_are_not_ye
         engine.hold_at = None
         assert (await pair.outcome(transfer))[0] == "committed"
         pair.check_landed(transfer, TOKENS, len(TOKENS))
+        assert pair.prefill_watcher.early_parcels == [(transfer, 0)]
         await pair.at_rest()
 
 
