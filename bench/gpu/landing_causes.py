@@ -113,11 +113,14 @@ def profile_of(loop: Loop) -> Figures:
             loop.engine.step()
 
     events = device_events(run)
-    busy_us, wall_us = busy_and_wall_us(events)
-    engine_us, engine_wall_us = busy_and_wall_us([event for event in events if not _lands(event)])
+    ours = [event for event in events if not _lands(event)]
+    begin_us, end_us = min(e.time_range.start for e in ours), max(e.time_range.end for e in ours)
+    within = [e for e in events if begin_us <= e.time_range.start and e.time_range.end <= end_us]
+    engine_us, wall_us = busy_and_wall_us(ours)
+    busy_us, _ = busy_and_wall_us(within)
     return {
         "engine_busy_ms": engine_us / PROFILED_STEPS / 1e3,
-        "engine_gap_ms": (engine_wall_us - engine_us) / PROFILED_STEPS / 1e3,
+        "engine_gap_ms": (wall_us - engine_us) / PROFILED_STEPS / 1e3,
         "gpu_idle_share": 1 - busy_us / wall_us,
     }
 
