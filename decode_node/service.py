@@ -246,7 +246,7 @@ class DecodeService:
                     self._event(attempt, reserved)
                 case engine_port.KvUnavailable(reason=reason):
                     self._event(attempt, on.BlocksUnavailable(reason))
-                case engine_port.PrefillReserved() | engine_port.KvComputed():
+                case engine_port.PrefillReserved() | engine_port.KvLayersComputed() | engine_port.KvComputed():
                     raise AssertionError(f"{type(event).__name__} on a decode node")
                 case _:
                     assert_never(event)

@@ -29,6 +29,8 @@ from foundation.kv_layout import KvLayout
 PIECEWISE_SIZES = (64, 128, 256, 384, 512, 640)
 EAGER_SIZES = (1, 16, 64, 128, 256, 512, 1024)
 """Token counts at which prompts are measured eagerly; costs of others are interpolated."""
+LAYER_GROUPS = (4, 3, 5, 2, 1)
+"""Into how many groups the layers of a pool are cut, the best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ def build_device_engine(options: BuildOptions, device: torch.device) -> DeviceEn
         raise ConfigurationError("--model", "the toy model runs on a CPU only")
     dtype = device_dtype(options, model)
     max_model_len = max_model_len_of(options, model)
-    layout = layout_of(options, model, dtype)
+    group = options.kv_layer_group or default_layer_group(model.layers)
+    layout = layout_of(replace(options, kv_layer_group=group), model, dtype)
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     torch.cuda.set_device(device)
     dummy = options.load_format == "dummy"
@@ -98,6 +101,12 @@ def build_device_engine(options: BuildOptions, device: torch.device) -> DeviceEn
     kv = f"{dtype}, {invariant_name(device)}" if options.batch_invariant else dtype
     fingerprint = fingerprint_of(options.model, model, source.fingerprint(), kv)
     return DeviceEngineParts(runner, storage, model, config, fingerprint, tuple(report))
+
+
+def default_layer_group(layers: int) -> int:
+    """A quarter of the layers, or a near part where four do not divide them: a group's KV leaves while the next is computed, and
+    each more costs a parcel's host work."""
+    return layers // next(groups for groups in LAYER_GROUPS if layers % groups == 0)
 
 
 def device_dtype(options: BuildOptions, model: ModelConfig) -> str:

@@ -2,7 +2,7 @@
 
 With `overlap` a step is launched before the one before it has settled, so that the device never waits for the host:
 
-    plan N + 1 | launch N + 1 | report what the plan answered | settle N | report N
+    plan N + 1 | launch N + 1 | report what the plan answered | report N's layers as they are written | settle N | report N
 
 Everything the engine owns (scheduler, pool, runner) is touched by its thread alone. Others post commands, are called back
 with the events of a step, and read `status`.
@@ -60,6 +60,7 @@ class Engine:
         """Launch what can be launched, settle what is due; returns what happened, commands' answers included.
 
         `answered` gets the answers that stand when a step must be waited for: who has asked for blocks need not wait as well.
+        Where KV leaves, it then hears which layers the step has written.
         Afterwards `status().has_work` is False if nothing was launched or settled: only a command can change that.
         """
         scheduled = self.scheduler.plan()
@@ -72,10 +73,18 @@ class Engine:
             answered(answers)
         while len(self._in_flight) > unsettled:
             oldest = self._in_flight.popleft()
+            if answered is not None:
+                self._tell_layers(oldest, answered)
             self.scheduler.settle(oldest.scheduled, oldest.launched.result())
             self._step_tokens += oldest.scheduled.plan.tokens
             self._speed.settled(oldest.scheduled.plan.tokens, oldest.launched_s, time.perf_counter())
         return self.scheduler.drain()
+
+    def _tell_layers(self, oldest: _InFlight, answered: Callable[[list[EngineEvent]], None]) -> None:
+        for end_layer in oldest.launched.layers_written():
+            self.scheduler.tell_layers(oldest.scheduled, end_layer)
+            if events := self.scheduler.drain():
+                answered(events)
 
     def status(self) -> EngineStatus:
         status = self.scheduler.status(has_work=self._advanced, step_tokens=self._step_tokens)

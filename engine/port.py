@@ -7,8 +7,8 @@ How one request uses it:
 
 - alone on a node:     Submit(GENERATE) ... TokenSampled* (the last one carries finish_reason)
                        with prompt_logprobs PromptScored* come before the first of them
-- on a prefill node:   Submit(PREFILL_ONLY), PrefillReserved, KvComputed*, TokenSampled (the first token), ReleaseKv;
-                       where all KV is cached, nothing is computed or drawn: Submit, PrefillReserved, ReleaseKv
+- on a prefill node:   Submit(PREFILL_ONLY), PrefillReserved, (KvLayersComputed*, KvComputed)*, TokenSampled (the first token),
+                       ReleaseKv; where all KV is cached, nothing is computed or drawn: Submit, PrefillReserved, ReleaseKv
 - on a decode node:    Submit(AWAIT_KV), ReserveKv, KvReserved | KvUnavailable, then StartFromKv, TokenSampled*
 - its further choices: Submit(GENERATE, fork_of) ... TokenSampled*
 
@@ -175,6 +175,17 @@ class KvComputed:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLayersComputed:
+    """KV of layers [0, end_layer) of positions [0, computed_positions) may be gathered, while later layers of the same step still
+    run; of the positions before that step all layers have been written. Never all layers: that the step has ended well is
+    what KvComputed says, and RequestFailed may follow instead."""
+
+    key: RequestKey
+    computed_positions: int
+    end_layer: int
+
+
+@dataclass(frozen=True, slots=True)
 class KvReserved:
     """D has every block for [0, end_position); KV of [0, from_position) is in them already (whole blocks)."""
 
@@ -239,7 +250,16 @@ class RequestFailed:
     reason: str
 
 
-EngineEvent = PrefillReserved | KvComputed | KvReserved | KvUnavailable | PromptScored | TokenSampled | RequestFailed
+EngineEvent = (
+    PrefillReserved
+    | KvLayersComputed
+    | KvComputed
+    | KvReserved
+    | KvUnavailable
+    | PromptScored
+    | TokenSampled
+    | RequestFailed
+)
 
 
 @dataclass(frozen=True, slots=True)

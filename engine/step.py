@@ -9,6 +9,7 @@ Must not know: requests' texts, torch, sockets.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -113,6 +114,8 @@ class StepPlan:
     block_copies: Int64 = field(default_factory=lambda: NO_COPIES)
     """[C, 2] (from, to) blocks whose whole KV is copied before anything else of the step; no block stands in both columns."""
     scored: ScoredTokens | None = None
+    kv_leaves: bool = False
+    """Some row's KV is on its way to another node: who can tells when the KV of each layer group has been written."""
 
     @property
     def tokens(self) -> int:
@@ -150,6 +153,11 @@ class StepResult:
 
 
 class LaunchedStep(Protocol):
+    def layers_written(self) -> Iterable[int]:
+        """Wait for one layer group's KV after the other while later layers still run: yields n when that of layers [0, n) may be
+        read by whoever is told. Never all layers, which only `result` proves; nothing at all where no KV leaves, or where
+        nothing can be told before the end."""
+
     def result(self) -> StepResult:
         """Wait for this step's tokens. Steps finish in the order of their launches."""
 

@@ -40,7 +40,7 @@ KV_BLOCK_STATES = ("free", "cached", "in_use")
 KV_TRANSFER_STATES = ("asked", "queued", "reserved", "landing", "sending", "sealed", "committed", "ending")
 STAGING_SLOT_STATES = ("free", "posted", "landed", "scattering", "sending", "quarantined")
 GRAPH_MODES = ("full", "piecewise", "eager")
-GRAPH_FALLBACK_REASONS = ("prompt_chunks", "silent_rows", "kv_leaves", "no_bucket", "dearer")
+GRAPH_FALLBACK_REASONS = ("prompt_chunks", "silent_rows", "no_bucket", "dearer")
 SCHEDULER_SKIP_REASONS = ("no_free_blocks", "token_budget", "max_num_seqs", "blocks_settling")
 LOCAL_PREFILL_REASONS = (
     *("no_prefill_node", "prefill_not_ready", "prefill_incompatible", "disaggregation_off", "decode_is_faster"),
@@ -314,6 +314,10 @@ class NodeMetrics(ServingMetrics):
         )
         self.kv_transfer_bytes_total = self._counter(
             "kv_transfer_bytes_total", "KV payload bytes that crossed the data plane, at this end"
+        )
+        self.kv_early_parcels_total = self._counter(
+            "kv_early_parcels_total",
+            "Parcels that left this node while the step that computes their positions still ran",
         )
         self.kv_transfer_seconds = self._histogram(
             "kv_transfer_seconds", "From a transfer's first Ask to its end", TRANSFER_BUCKETS_S

@@ -156,6 +156,9 @@ class TransferObserver(Protocol):
 
     def parcel(self, stage: ParcelStage, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None: ...
 
+    def early(self, transfer: TransferId, parcel_index: int) -> None:
+        """P gathers layers of a step that still computes later ones."""
+
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
         """Measured at pairing; a lane named `.../to_peer` is the other direction, as the peer reports it."""
 
@@ -197,6 +200,9 @@ class MeteredTransfers:
         if stage in ("sent", "landed"):
             self._metrics.kv_transfer_bytes_total.inc(payload_bytes)
             self.moved_bytes += payload_bytes
+
+    def early(self, transfer: TransferId, parcel_index: int) -> None:
+        self._metrics.kv_early_parcels_total.inc()
 
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
         log.info("lane measured", peer=peer, lane=lane, gigabytes_per_second=round(gigabytes_per_second, 3))

@@ -120,7 +120,8 @@ class PrefillListener(Protocol):
     """What the transfers tell the prefill node."""
 
     def prefill(self, request: PrefillRequest) -> None:
-        """Compute this prompt's KV. Answer with `reserved` or `refuse`, then `computed`*, `first_token`; or `failed`."""
+        """Compute this prompt's KV. Answer with `reserved` or `refuse`, then (`layers_computed`*, `computed`)*, `first_token`; or
+        `failed`."""
 
     def released(self, transfer: TransferId, reason: str) -> None:
         """The transfer is over and no gather is open: stop computing for it and give its blocks back."""
@@ -139,6 +140,9 @@ class PrefillTransfers(Protocol):
         cached_positions: int,
         expected_positions: int,
     ) -> None: ...
+
+    def layers_computed(self, transfer: TransferId, positions: int, end_layer: int) -> None:
+        """Layers [0, end_layer) of positions [0, positions) may be gathered, before `computed` says so of all layers."""
 
     def computed(self, transfer: TransferId, positions: int) -> None: ...
 

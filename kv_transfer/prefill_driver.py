@@ -191,6 +191,9 @@ class PrefillDriver:
             outbound.block_ids, outbound.owner_words = tuple(block_ids), tuple(owner_words)
             self._pump.emit(on.PrefillReserved(transfer, cached_positions, expected_positions))
 
+    def layers_computed(self, transfer: TransferId, positions: int, end_layer: int) -> None:
+        self._pump.emit(on.LayersComputed(transfer, positions, end_layer))
+
     def computed(self, transfer: TransferId, positions: int) -> None:
         self._observer.computed(transfer, positions)
         self._pump.emit(on.Computed(transfer, positions))
@@ -310,6 +313,8 @@ class PrefillDriver:
             seed=self._seeds(effect, outbound).seed(effect.credit, effect.parcel, payload_bytes),
             message=self._arena.message(effect.slot, payload_bytes),
         )
+        if effect.parcel.end_position > self._side.transfers[effect.transfer].computed_positions:
+            self._observer.early(effect.transfer, effect.parcel_index)
         self._copier.gather(job, partial(self._was_gathered, effect, payload_bytes))
 
     def _seeds(self, effect: do.Gather, outbound: _Outbound) -> DigestSeeds:

@@ -25,8 +25,8 @@ FIRST_NODE_PORT = 7100
 PORTS_A_NODE = 10
 
 DeviceKind = Literal["cpu", "cuda"]
-SLOT_BYTES: Mapping[DeviceKind, int] = {"cpu": 4 * MIB, "cuda": 32 * MIB}
-"""On a GPU a message costs as much time as several megabytes of it take to travel."""
+SLOT_BYTES: Mapping[DeviceKind, int] = {"cpu": 4 * MIB, "cuda": 64 * MIB}
+"""On a GPU a message costs as much time as many megabytes of it take to travel."""
 
 
 class Staging(NamedTuple):
@@ -96,7 +96,9 @@ class NodeOptions(Options):
     # The pool's layout. Unlike nodes can pair: what travels is cut to fit both.
     kv_head_order: str = option("HND", "order of heads and positions within a block", choices=("HND", "NHD"))
     kv_layer_group: int | None = option(
-        None, "layers that lie together in a block (default: all of a pipeline stage)", minimum=1
+        None,
+        "layers that lie together in a block and leave together (default: all of a pipeline stage, on a GPU about a quarter)",
+        minimum=1,
     )
     tensor_parallel_size: int = option(1, "shards of the KV pool by heads", minimum=1, maximum=1024)
     pipeline_parallel_size: int = option(1, "shards of the KV pool by layers", minimum=1, maximum=1024)
@@ -110,7 +112,7 @@ class NodeOptions(Options):
     )
     slot_bytes: int | None = option(
         None,
-        "size of one slot, the most that one parcel holds (default: 4MiB, on a GPU 32MiB)",
+        "size of one slot, the most that one parcel holds (default: 4MiB, on a GPU 64MiB)",
         minimum=4 * KIB,
         sized=True,
     )

@@ -183,6 +183,8 @@ class PrefillService:
             match event:
                 case engine_port.PrefillReserved():
                     self._reserved(prefill, event)
+                case engine_port.KvLayersComputed(computed_positions=positions, end_layer=end_layer):
+                    self._answerer().layers_computed(prefill.transfer, positions, end_layer)
                 case engine_port.KvComputed(computed_positions=positions):
                     self._answerer().computed(prefill.transfer, positions)
                 case engine_port.TokenSampled():

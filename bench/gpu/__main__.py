@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu import hand_over, landing, measure, parts, replay, steps
+from bench.gpu import hand_over, landing, landing_causes, measure, parts, replay, steps, timeline
 from bench.serving.link import ratios_of_link
 from engine.build_device import DeviceEngineParts
 from foundation.kv_layout import HeadOrder
@@ -35,8 +35,9 @@ SERVING_SECTIONS = ("link", "hand_over", "landing")
 class Run:
     """Figures by name, and the engine that those of the loop share."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: Path) -> None:
         self.figures: dict[str, Any] = {}
+        self.picture = out.with_name(f"{out.stem}-timeline.png")
         self._parts: DeviceEngineParts | None = None
 
     def report(self, line: str) -> None:
@@ -178,6 +179,17 @@ class Run:
         price = self._told("price", {name: invariant[name] / normal[name] for name in normal})
         return {"normal_ms": normal, "invariant_ms": invariant, "price": price}
 
+    def landing_causes(self) -> dict[str, dict[str, float]]:
+        """Whether landing KV slows the GPU's kernels or the host."""
+        return landing_causes.landing_causes(self.engine(), HEAD_ORDER, LAYER_GROUP, 64, 2048, self.report)
+
+    def timeline(self) -> dict[str, float]:
+        """Two decode steps and a prefill as a picture beside the figures."""
+        found = timeline.timelines(self.engine(), 64, 2048, 2048)
+        timeline.draw(found, self.picture)
+        self.report(f"{self.picture}: {self.picture.stat().st_size >> 10} KiB")
+        return {shown.title: shown.busy_share() for shown in found}
+
     def _told(self, name: str, figures: dict[str, float]) -> dict[str, float]:
         self.report(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
         return figures
@@ -198,7 +210,9 @@ FIGURES: tuple[Callable[[Run], Any], ...] = (
     Run.mixed,
     Run.replay,
     Run.landing,
+    Run.landing_causes,
     Run.profile_prefill,
+    Run.timeline,
     Run.host,
     Run.invariant,
 )
@@ -240,7 +254,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("figures", nargs="*", choices=[*by_name, []])
     arguments = parser.parse_args()
-    run, failed = Run(), False
+    run, failed = Run(arguments.out), False
     run.figures["device"] = torch.cuda.get_device_name()
     for name in arguments.figures or by_name:
         begun = time.perf_counter()

@@ -17,92 +17,140 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from bench.gpu.measure import DEVICE
+from bench.gpu.measure import DEVICE, captured
 from bench.gpu.parts import BLOCK_SIZE, Figures, unequal
 from bench.gpu.shape import HEAD_DIM, KV_BYTES_A_TOKEN, KV_HEADS, LAYERS
-from bench.gpu.steps import TIMED_STEPS, WARM_STEPS, new_loop, prefill, start_decodes
+from bench.gpu.steps import TIMED_STEPS, WARM_STEPS, Loop, new_loop, prefill, start_decodes
 from engine.build_device import DeviceEngineParts
 from engine.kv_cache.device_storage import DeviceKvStorage
 from foundation.kv_layout import HeadOrder, KvLayout
-from kv_transfer.device_copy import DeviceCopier, DevicePool
+from kv_transfer.device_copy import PROGRAMS, DeviceCopier, DevicePool
 from kv_transfer.device_staging import AT_ONCE, COPY_PRIORITY
-from kv_transfer.plan.parcels import cut_parcels
+from kv_transfer.plan.parcels import ParcelName, cut_parcels
 
 SLOT_BYTES = 32 << 20
 TOKENS = 2048
+NEXT_TO_NOTHING = ParcelName(0, 1, 0, 1, 0, KV_HEADS)
+"""4 KiB: a copy of it costs the host what any copy costs, and the GPU a few microseconds."""
+
+Work = Callable[[int], int]
+"""Launches copies, given how many times it was called before; the bytes they stand for."""
 
 
 class Copying:
     """Parcels of one prompt of TOKENS tokens, over and over, into or out of a pool beside the engine's."""
 
-    def __init__(self, order: HeadOrder, group: int) -> None:
+    def __init__(self, order: HeadOrder, group: int, slot_bytes: int = SLOT_BYTES, programs: int = PROGRAMS) -> None:
         layout = KvLayout(LAYERS, KV_HEADS, HEAD_DIM, "bfloat16", BLOCK_SIZE, order, group)
         count = TOKENS // BLOCK_SIZE
         storage = DeviceKvStorage(layout, 2 * count, DEVICE)
         storage.memory.normal_()
-        self._copier = DeviceCopier(DevicePool(layout, storage.memory, storage.device_owner_words))
+        self._copier = DeviceCopier(DevicePool(layout, storage.memory, storage.device_owner_words), programs)
         self._copier.compile(KV_HEADS)
-        self._parcels = cut_parcels(0, TOKENS, layout, layout, SLOT_BYTES)
+        self._parcels = cut_parcels(0, TOKENS, layout, layout, slot_bytes)
         self._sizes = [parcel.wire_bytes(layout) for parcel in self._parcels]
+        self._least_bytes = NEXT_TO_NOTHING.wire_bytes(layout)
         order_of_blocks = np.random.default_rng(5).permutation(2 * count)[:count].astype(np.int32)
         self._blocks = torch.from_numpy(order_of_blocks).to(DEVICE)
         self._owners = torch.zeros(count, dtype=torch.int64, device=DEVICE)
         self._seed = torch.tensor([77], device=DEVICE)
-        self._slots = torch.empty(AT_ONCE, SLOT_BYTES + 4096, dtype=torch.uint8, device=DEVICE)
+        self._slots = torch.empty(AT_ONCE, slot_bytes + 4096, dtype=torch.uint8, device=DEVICE)
         self._outcomes = torch.zeros(AT_ONCE, 2, dtype=torch.int64, device=DEVICE)
-        self._arriving = torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._arriving = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=True)
         self._stop = threading.Event()
         self.copied_bytes = 0
 
-    def run(self, gb_s: float, *, lands: bool) -> None:
+    def run(self, gb_s: float, work: Work) -> None:
         torch.cuda.set_device(DEVICE)
         stream = torch.cuda.Stream(DEVICE, priority=COPY_PRIORITY)  # type: ignore[no-untyped-call]
         ended = [torch.cuda.Event() for _ in range(AT_ONCE)]  # type: ignore[no-untyped-call]
-        begun, number = time.perf_counter(), 0
+        begun, number, before = time.perf_counter(), 0, self.copied_bytes
         with torch.cuda.stream(stream):
             while not self._stop.is_set():
-                wait_s = begun + self.copied_bytes / (gb_s * 1e9) - time.perf_counter()
+                wait_s = begun + (self.copied_bytes - before) / (gb_s * 1e9) - time.perf_counter()
                 if wait_s > 0:
                     time.sleep(wait_s)
                 ended[number % AT_ONCE].synchronize()
-                self._one(number, lands)
+                self.copied_bytes += work(number)
                 ended[number % AT_ONCE].record()
                 number += 1
         stream.synchronize()
 
-    def _one(self, number: int, lands: bool) -> None:
+    def land(self, number: int) -> int:
+        """A parcel arrives in a slot and is scattered."""
         place = number % len(self._parcels)
-        parcel, size, slot = self._parcels[place], self._sizes[place], self._slots[number % AT_ONCE]
-        first, end = parcel.first_position // BLOCK_SIZE, -(-parcel.end_position // BLOCK_SIZE)
-        message, outcome = slot[: size + 8], self._outcomes[number % AT_ONCE]
-        if lands:
-            slot[:size].copy_(self._arriving[:size], non_blocking=True)
-            self._copier.scatter(parcel, self._blocks[first:end], self._seed, message, outcome)
-        else:
-            owners = self._owners[first:end]
-            self._copier.gather(parcel, self._blocks[first:end], owners, self._seed, message, outcome)
-        self.copied_bytes += size
+        self._arrive(number, self._sizes[place])
+        self._scatter(number, self._parcels[place], self._sizes[place])
+        return self._sizes[place]
+
+    def leave(self, number: int) -> int:
+        """A parcel is gathered into a slot."""
+        place = number % len(self._parcels)
+        parcel, size = self._parcels[place], self._sizes[place]
+        part, slot = _blocks_of(parcel), number % AT_ONCE
+        owners, message = self._owners[part], self._slots[slot][: size + 8]
+        self._copier.gather(parcel, self._blocks[part], owners, self._seed, message, self._outcomes[slot])
+        return size
+
+    def land_for_the_host(self, number: int) -> int:
+        """All that `land` asks of the host, with next to nothing for the GPU; it counts as if the parcel had landed."""
+        self._arrive(number, self._least_bytes)
+        self._scatter(number, NEXT_TO_NOTHING, self._least_bytes)
+        return self._sizes[number % len(self._parcels)]
+
+    def land_for_the_gpu(self, *, scattered: bool) -> Work:
+        """All that `land` asks of the GPU for a whole prompt, as one graph: one launch instead of two a parcel. Without
+        `scattered` the parcels only arrive."""
+
+        def prompt() -> None:
+            for place, (parcel, size) in enumerate(zip(self._parcels, self._sizes, strict=True)):
+                self._arrive(place, size)
+                if scattered:
+                    self._scatter(place, parcel, size)
+
+        replay, prompt_bytes = captured(prompt), sum(self._sizes)
+
+        def work(number: int) -> int:
+            replay()
+            return prompt_bytes
+
+        return work
+
+    def _arrive(self, number: int, size: int) -> None:
+        self._slots[number % AT_ONCE][:size].copy_(self._arriving[:size], non_blocking=True)
+
+    def _scatter(self, number: int, parcel: ParcelName, size: int) -> None:
+        slot = number % AT_ONCE
+        message = self._slots[slot][: size + 8]
+        self._copier.scatter(parcel, self._blocks[_blocks_of(parcel)], self._seed, message, self._outcomes[slot])
 
     @contextmanager
-    def beside(self, gb_s: float, *, lands: bool) -> Iterator[None]:
-        thread = threading.Thread(target=self.run, args=(gb_s,), kwargs={"lands": lands}, name="copying")
+    def beside(self, gb_s: float, work: Work) -> Iterator[None]:
+        self._stop.clear()
+        before = self.copied_bytes
+        thread = threading.Thread(target=self.run, args=(gb_s, work), name="copying")
         thread.start()
         try:
             yield
         finally:
             self._stop.set()
             thread.join()
+        assert self.copied_bytes > before, "nothing was copied"
+
+
+def _blocks_of(parcel: ParcelName) -> slice:
+    return slice(parcel.first_position // BLOCK_SIZE, -(-parcel.end_position // BLOCK_SIZE))
 
 
 def decode_beside_landing(
     parts: DeviceEngineParts, order: HeadOrder, group: int, rows: int, mean: int, gb_s: float
 ) -> Figures:
     """Steps alone, then with KV landing; milliseconds, the rate that was reached, and what the quantiles grew by."""
-    alone = _decode_seconds(parts, rows, mean)
+    alone = decode_seconds(parts, rows, mean)
     copying = Copying(order, group)
-    with copying.beside(gb_s, lands=True):
+    with copying.beside(gb_s, copying.land):
         begun, before = time.perf_counter(), copying.copied_bytes
-        beside = _decode_seconds(parts, rows, mean)
+        beside = decode_seconds(parts, rows, mean)
         rate = (copying.copied_bytes - before) / (time.perf_counter() - begun)
     figures: Figures = {"landed_gb_s": rate / 1e9}
     for name, share in (("p50", 0.5), ("p99", 0.99)):
@@ -111,20 +159,31 @@ def decode_beside_landing(
     return figures
 
 
-def _decode_seconds(parts: DeviceEngineParts, rows: int, mean: int) -> list[float]:
-    loop, seconds = new_loop(parts), []
-    start_decodes(loop, unequal(rows, mean) - min(WARM_STEPS + TIMED_STEPS // 2, mean - 8), 0.0)
-    for _ in range(WARM_STEPS):
+def decode_seconds(
+    parts: DeviceEngineParts, rows: int, mean: int, warm: int = WARM_STEPS, timed: int = TIMED_STEPS
+) -> list[float]:
+    """Of each timed step of a new batch; the mean context is reached in the middle of them."""
+    with constant_batch(parts, rows, mean, warm, timed) as loop:
+        seconds = []
+        for _ in range(timed):
+            begun = time.perf_counter()
+            loop.engine.step()
+            seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+@contextmanager
+def constant_batch(parts: DeviceEngineParts, rows: int, mean: int, warm: int, timed: int) -> Iterator[Loop]:
+    """A warm batch that decodes, for `timed` steps."""
+    loop = new_loop(parts)
+    start_decodes(loop, unequal(rows, mean) - min(warm + timed // 2, mean - 8), 0.0)
+    for _ in range(warm):
         loop.engine.step()
     torch.cuda.synchronize()
-    for _ in range(TIMED_STEPS):
-        begun = time.perf_counter()
-        loop.engine.step()
-        seconds.append(time.perf_counter() - begun)
+    yield loop
     assert loop.engine.status().running == rows, "the batch was not constant"
     loop.engine.fail_all("done")
     torch.cuda.synchronize()
-    return seconds
 
 
 def prefill_beside_gathers(parts: DeviceEngineParts, order: HeadOrder, group: int) -> Figures:
@@ -132,7 +191,7 @@ def prefill_beside_gathers(parts: DeviceEngineParts, order: HeadOrder, group: in
     alone_s = _prefill_s(lambda: prefill(parts, TOKENS))
     copying = Copying(order, group)
     rate_gb_s = TOKENS * KV_BYTES_A_TOKEN / alone_s / 1e9
-    with copying.beside(rate_gb_s, lands=False):
+    with copying.beside(rate_gb_s, copying.leave):
         beside_s = _prefill_s(lambda: prefill(parts, TOKENS))
     return {
         "gathered_gb_s": rate_gb_s,

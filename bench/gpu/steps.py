@@ -11,12 +11,13 @@ import io
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 
 from bench.gpu.measure import DEVICE
 from bench.gpu.parts import BLOCK_SIZE, Figures, unequal
@@ -172,24 +173,34 @@ def profile_prefill(parts: DeviceEngineParts, tokens: int) -> Figures:
 
 
 def _profile(run: Callable[[], object], steps: int) -> Figures:
+    events = device_events(run)
+    busy_us, wall_us = busy_and_wall_us(events)
+    kinds: dict[str, float] = {}
+    for event in events:
+        kind = kind_of(event.name)
+        kinds[kind] = kinds.get(kind, 0.0) + (event.time_range.end - event.time_range.start)
+    return {
+        "gpu_idle_share": 1 - busy_us / wall_us,
+        "kernels": len(events) / steps,
+    } | {f"gpu_{kind}_ms": us / steps / 1e3 for kind, us in sorted(kinds.items())}
+
+
+def device_events(run: Callable[[], object]) -> list[FunctionEvent]:
+    """Every kernel and copy of any stream while `run` runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() if str(event.device_type).endswith("CUDA")]
+    return [event for event in profiler.events() if str(event.device_type).endswith("CUDA")]
+
+
+def busy_and_wall_us(events: Sequence[FunctionEvent]) -> tuple[float, float]:
+    """Microseconds in which any of them runs, and from the first one's start to the last one's end."""
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     busy_us, end = 0.0, spans[0][0]
     for first, last in spans:
         busy_us += max(0.0, last - max(first, end))
         end = max(end, last)
-    wall_us = end - spans[0][0]
-    kinds: dict[str, float] = {}
-    for event in events:
-        kind = _kind(event.name)
-        kinds[kind] = kinds.get(kind, 0.0) + (event.time_range.end - event.time_range.start)
-    return {
-        "gpu_idle_share": 1 - busy_us / wall_us,
-        "kernels": len(spans) / steps,
-    } | {f"gpu_{kind}_ms": us / steps / 1e3 for kind, us in sorted(kinds.items())}
+    return busy_us, end - spans[0][0]
 
 
 KINDS = (
@@ -203,7 +214,7 @@ KINDS = (
 )
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     return next((kind for kind, marks in KINDS if any(mark in name for mark in marks)), "other")
 
 

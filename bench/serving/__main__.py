@@ -51,6 +51,7 @@ class Run:
         self.figures: dict[str, Any] = {
             "devices": [*arguments.prefill_devices, *arguments.decode_devices],
             "size": arguments.size,
+            "slot_bytes": arguments.slot_bytes or "the nodes' own",
             "missing": {},
         }
 
@@ -174,11 +175,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.5, help="for everything, starts included")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--soak-s", type=float, default=180.0, help="length of the section soak")
+    parser.add_argument("--slot-bytes", help="of the nodes' transfers, as `decant node --slot-bytes` takes it")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs (default: a temporary one)")
     help = f"of {', '.join(SECTIONS)} (default: all of these), {', '.join(ON_REQUEST)}"
     parser.add_argument("sections", nargs="*", help=help, choices=[*SECTIONS, *ON_REQUEST, []])
     arguments = parser.parse_args()
     run = Run(arguments, SIZES[arguments.size])
+    slots = () if arguments.slot_bytes is None else ("--slot-bytes", arguments.slot_bytes)
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.logs or Path(scratch) / "logs"
         prefill, decode = tuple(arguments.prefill_devices), tuple(arguments.decode_devices)
@@ -187,7 +190,7 @@ def main() -> int:
             prefill_devices=prefill,
             decode_devices=decode,
             twins=set(prefill).isdisjoint(decode) or "cpu" in prefill,
-            shared_options=run.size.shared_options,
+            shared_options=(*run.size.shared_options, *slots),
             prefill_options=run.size.prefill_options,
             decode_options=run.size.decode_options,
             start_limit_s=run.size.start_limit_s,

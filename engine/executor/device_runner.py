@@ -4,6 +4,8 @@
 
 Called from the engine thread alone. Sampled tokens feed back on the device. The host may run LAUNCHED_LIMIT steps ahead; a
 further launch waits for the oldest. A result is read when its step's event has come; until then its `StepSlot` belongs to it.
+Where the plan's KV leaves, an event stands behind the last write into each layer group, before that layer's attention, so that
+the KV of early layers can be copied while later ones run. A whole graph has none.
 
 Must not know: requests, schedulers.
 """
@@ -11,7 +13,7 @@ Must not know: requests, schedulers.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +73,9 @@ class DeviceRunner:
         self._limits = limits
         self._stream = torch.cuda.Stream(device, priority=COMPUTE_PRIORITY)  # type: ignore[no-untyped-call]
         self._buffers = StepBuffers(limits, self._block_size, storage.dummy_block, device)
-        self._slots = [StepSlot(limits) for _ in range(LAUNCHED_LIMIT)]
+        self._layer_group = storage.layout.layer_group
+        layer_groups = storage.layout.layers // self._layer_group
+        self._slots = [StepSlot(limits, layer_groups) for _ in range(LAUNCHED_LIMIT)]
         self._launches = 0
         self._full: dict[DecodeShape, FullGraph] = {}
         self._piecewise: dict[int, PiecewiseGraphs] = {}
@@ -87,7 +91,7 @@ class DeviceRunner:
     def launch_as(self, plan: StepPlan, choice: Choice) -> LaunchedOnDevice:
         """Run the plan in the mode and bucket of `choice`, which must be correct for it."""
         slot = self._slots[self._launches % LAUNCHED_LIMIT]
-        self._await(slot)
+        self._await(slot.done)
         self._launches += 1
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             padded = choice.bucket if choice.mode is not Mode.EAGER else plan.tokens
@@ -114,7 +118,8 @@ class DeviceRunner:
                 slot.best_logits[:samples].copy_(best, non_blocking=True)
             host_logprobs = _to_host(logprobs)
             slot.done.record(self._stream)
-        return LaunchedOnDevice(self, slot, self._launches, plan.number, plan.sampling, host_logprobs)
+        tells_layers = plan.kv_leaves and choice.mode is not Mode.FULL
+        return LaunchedOnDevice(self, slot, self._launches, plan.number, plan.sampling, host_logprobs, tells_layers)
 
     def _forward(self, plan: StepPlan, slot: StepSlot, staged: StagedStep, choice: Choice) -> torch.Tensor:
         """Logits; of no row when nothing is drawn."""
@@ -126,15 +131,23 @@ class DeviceRunner:
             graphs = self._piecewise[choice.bucket]
             for layer, graph in enumerate(graphs.graphs):
                 graph.replay()
+                self._mark_written(layer, plan, slot)
                 self._attend(layer, attention, plan.tokens, staged, graphs.state)
             return self._logits(graphs.state, staged.sampling.sample_tokens)
         state = self._decoder.activations(plan.tokens)
         self._decoder.open(staged.tokens, state)
         for layer in range(self._decoder.layers):
+            self._mark_written(layer, plan, slot)
             self._attend(layer, attention, plan.tokens, staged, state)
             if layer + 1 < self._decoder.layers:
                 self._decoder.between(layer, staged.tokens, state)
         return self._logits(state, staged.sampling.sample_tokens)
+
+    def _mark_written(self, layer: int, plan: StepPlan, slot: StepSlot) -> None:
+        """All that writes KV of layers up to this one has been launched, and nothing behind it."""
+        group, rest = divmod(layer + 1, self._layer_group)
+        if plan.kv_leaves and not rest and group <= len(slot.written):
+            slot.written[group - 1].record(self._stream)
 
     def _logits(self, state: Activations, sample_tokens: torch.Tensor) -> torch.Tensor:
         """Nothing behind the last attention is computed for a step that draws nothing."""
@@ -250,11 +263,8 @@ class DeviceRunner:
         return trial_step_in_one_block(0, [tokens], [tokens], *self._dummy)
 
     def take_result(self, launched: LaunchedOnDevice) -> StepResult:
-        slot = launched.slot
-        assert self._launches - launched.launch < LAUNCHED_LIMIT, (
-            f"the result of step {launched.number} is asked for too late"
-        )
-        self._await(slot)
+        slot = self._slot_of(launched)
+        self._await(slot.done)
         samples = len(launched.sampling.temperature)
         tokens, best = slot.tokens[:samples].numpy().copy(), slot.best_logits[:samples].numpy()
         if self._failure is None and not np.isfinite(best).all():
@@ -264,10 +274,21 @@ class DeviceRunner:
             raise StepFailed(f"step {launched.number} follows a failed step") from self._failure
         return _result(tokens, launched.sampling, launched.logprobs)
 
-    def _await(self, slot: StepSlot) -> None:
+    def layers_written(self, launched: LaunchedOnDevice) -> Iterator[int]:
+        """See `LaunchedStep`. Raises StepFailed."""
+        slot = self._slot_of(launched)
+        for group, written in enumerate(slot.written, start=1):
+            self._await(written)
+            yield group * self._layer_group
+
+    def _slot_of(self, launched: LaunchedOnDevice) -> StepSlot:
+        assert self._launches - launched.launch < LAUNCHED_LIMIT, f"step {launched.number} is asked about too late"
+        return launched.slot
+
+    def _await(self, event: torch.cuda.Event) -> None:
         """Raises StepFailed when the device does not work any more: CUDA's errors stay."""
         try:
-            slot.done.synchronize()
+            event.synchronize()
         except RuntimeError as error:
             self._failure = error
             raise StepFailed(f"the GPU failed: {error}") from error
@@ -287,6 +308,10 @@ class LaunchedOnDevice:
     sampling: SamplingRows
     logprobs: Logprobs | None
     """In pinned memory, there once the slot's event has come."""
+    tells_layers: bool
+
+    def layers_written(self) -> Iterator[int]:
+        return self.runner.layers_written(self) if self.tells_layers else iter(())
 
     def result(self) -> StepResult:
         return self.runner.take_result(self)

@@ -44,6 +44,10 @@ class StepProgram(Protocol):
 class Launched:
     future: Future[StepResult]
 
+    def layers_written(self) -> tuple[int, ...]:
+        """The program has no events between layers."""
+        return ()
+
     def result(self) -> StepResult:
         return self.future.result()
 

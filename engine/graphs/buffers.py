@@ -78,9 +78,10 @@ class StagedStep:
 
 
 class StepSlot:
-    """What one launched step reads or writes on the host. `done` is recorded behind the step's last operation."""
+    """What one launched step reads or writes on the host. `done` is recorded behind the step's last operation; where KV leaves,
+    `written[g]` behind the last write into layer group g. The last group has none: it ends with the step."""
 
-    def __init__(self, limits: BufferLimits) -> None:
+    def __init__(self, limits: BufferLimits, layer_groups: int) -> None:
         self.words = torch.zeros(limits.words, dtype=torch.int32, pin_memory=True)
         self.host_words: Int32 = self.words.numpy()
         self.decode_plan = torch.zeros(PLAN_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -88,6 +89,7 @@ class StepSlot:
         self.tokens = torch.zeros(limits.rows, dtype=torch.int64, pin_memory=True)
         self.best_logits = torch.zeros(limits.rows, dtype=torch.float32, pin_memory=True)
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.written = [torch.cuda.Event() for _ in range(layer_groups - 1)]  # type: ignore[no-untyped-call]
 
 
 class StepBuffers:

@@ -2,8 +2,8 @@
 
 First what is *correct*: a full graph holds exactly a batch of decodes, each of which draws; a piecewise graph holds every stretch
 between attentions, whatever attends. What a step does beside computing (log probabilities, banned tokens, filters) happens
-behind the logits, outside of any graph, so it never matters here; KV that leaves by layer group does, since its events must
-be recorded between layers.
+behind the logits, outside of any graph, so it never matters here. KV that leaves by layer group is told of between the stretches;
+a full graph tells nothing before its end, which for one token of each row is soon enough.
 Then what is *cheapest*: the costs measured at warm-up, by mode and bucket; eager costs are interpolated between measured sizes.
 
 Must not know: torch, how anything is captured.
@@ -32,8 +32,6 @@ class StepDescriptor:
     decodes: int
     all_draw: bool
     """Every row draws a token."""
-    kv_leaves: bool = False
-    """An event is wanted behind each layer group."""
 
     @property
     def only_decodes(self) -> bool:
@@ -46,7 +44,6 @@ class Reason(Enum):
     NONE = "none"
     PROMPT_CHUNKS = "prompt_chunks"
     SILENT_ROWS = "silent_rows"
-    KV_LEAVES = "kv_leaves"
     NO_BUCKET = "no_bucket"
     DEARER = "dearer"
 
@@ -123,15 +120,13 @@ class GraphSelector:
             if self.costs.full[bucket] <= interpolated(self.costs.eager_decode, step.tokens):
                 return Choice(Mode.FULL, bucket, Reason.NONE)
             return Choice(Mode.EAGER, step.tokens, Reason.DEARER)
-        piecewise = None if step.kv_leaves else _bucket(self._piecewise, step.tokens)
+        piecewise = _bucket(self._piecewise, step.tokens)
         if piecewise is not None and self.costs.piecewise[piecewise] < interpolated(self.costs.eager, step.tokens):
             return Choice(Mode.PIECEWISE, piecewise, reason)
         return Choice(Mode.EAGER, step.tokens, reason)
 
 
 def _why_not_full(step: StepDescriptor) -> Reason:
-    if step.kv_leaves:
-        return Reason.KV_LEAVES
     if not step.only_decodes:
         return Reason.PROMPT_CHUNKS
     return Reason.NONE if step.all_draw else Reason.SILENT_ROWS

@@ -69,8 +69,10 @@ class DeviceDecoder:
         self._kv = [storage.layer(layer) for layer in range(self.layers)]
         self._own_rows = ROWS_AT_MOST if own_products and not invariant_tilings else -1
         self._tilings = invariant_tilings
+        # Steps of warm-up fill the last block of the longest row.
+        reached = -(-max_positions // storage.layout.block_size) * storage.layout.block_size
         angles = torch.outer(
-            torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config.rope, config.head_dim)
+            torch.arange(reached, dtype=torch.float32), inverse_frequencies(config.rope, config.head_dim)
         )
         self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
 

@@ -68,6 +68,7 @@ def build(
         sampling=_sampling(seats, settled_step, drawing_seats),
         block_copies=np.array(block_copies, np.int64) if block_copies else NO_COPIES,
         scored=scored,
+        kv_leaves=not seats.preemptible[rows].all(),
     )
     seats.scheduled[rows] = ends
     seats.length[drawing_seats] += 1

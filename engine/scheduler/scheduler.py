@@ -76,6 +76,10 @@ class Scheduler:
     def _moves(self) -> tuple[int, int]:
         return self._state.preemptions, self._state.seats.stays
 
+    def tell_layers(self, scheduled: Scheduled, end_layer: int) -> None:
+        """The oldest step in flight has written KV of layers [0, end_layer); `settle` follows, or `fail_all`."""
+        settle.tell_layers(self._state, scheduled, end_layer)
+
     def settle(self, scheduled: Scheduled, result: StepResult) -> None:
         settle.settle(self._state, scheduled, result)
 

@@ -6,14 +6,16 @@ only the seat was lost: it was drawn from whole KV, and its position is the next
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from engine.port import KvComputed, Mode, TokenLogprob, TokenSampled
+from engine.port import KvComputed, KvLayersComputed, Mode, RequestKey, TokenLogprob, TokenSampled
 from engine.request import Request, Stage
 from engine.scheduler.plan import Scheduled
 from engine.scheduler.scoring import take_scores
 from engine.scheduler.state import State, close, hold, name_blocks
-from engine.step import StepResult
+from engine.step import Int64, StepResult
 
 
 def settle(state: State, scheduled: Scheduled, result: StepResult) -> None:
@@ -29,19 +31,35 @@ def settle(state: State, scheduled: Scheduled, result: StepResult) -> None:
     _take_tokens(state, scheduled, result)
 
 
+def tell_layers(state: State, scheduled: Scheduled, end_layer: int) -> None:
+    """The step that is next to settle has written KV of layers [0, end_layer), and may still fail."""
+    rows, ends = _live_rows(state, scheduled)
+    state.events.extend(KvLayersComputed(key, end, end_layer) for key, end in _leaving(state, rows, ends))
+
+
+def _live_rows(state: State, scheduled: Scheduled) -> tuple[Int64, Int64]:
+    """Seats that have not changed hands since the launch, and how far the step computes them."""
+    live = state.seats.stay[scheduled.seats] == scheduled.stays
+    return scheduled.seats[live], scheduled.ends[live]
+
+
+def _leaving(state: State, rows: Int64, ends: Int64) -> Iterator[tuple[RequestKey, int]]:
+    seats = state.seats
+    offered = ~seats.preemptible[rows]
+    for seat, end in zip(rows[offered].tolist(), ends[offered].tolist(), strict=True):
+        yield seats.request(seat).key, end
+
+
 def _count_kv(state: State, scheduled: Scheduled) -> None:
     seats = state.seats
-    live = seats.stay[scheduled.seats] == scheduled.stays
-    rows, ends = scheduled.seats[live], scheduled.ends[live]
+    rows, ends = _live_rows(state, scheduled)
     seats.computed[rows] = ends
     full = ends // state.config.block_size
     more = full > seats.named_blocks[rows]
     for seat, end in zip(rows[more].tolist(), ends[more].tolist(), strict=True):
         name_blocks(state, seats.request(seat), int(seats.named_blocks[seat]), end)
     seats.named_blocks[rows] = full
-    offered = ~seats.preemptible[rows]
-    for seat, end in zip(rows[offered].tolist(), ends[offered].tolist(), strict=True):
-        state.events.append(KvComputed(seats.request(seat).key, end))
+    state.events.extend(KvComputed(key, end) for key, end in _leaving(state, rows, ends))
 
 
 def _take_tokens(state: State, scheduled: Scheduled, result: StepResult) -> None:

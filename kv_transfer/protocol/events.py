@@ -223,8 +223,18 @@ class PrefillRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersComputed:
+    """KV of layers [0, end_layer) of [0, positions) has been written, by a step that still computes later layers; all layers of
+    what came before it have been. Never says so of all layers: only `Computed` does, for the step may still fail."""
+
+    transfer: TransferId
+    positions: int
+    end_layer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
-    """KV of [0, positions) has been launched; a gather that is launched from now on reads it."""
+    """KV of [0, positions) has been written, by steps that have ended well."""
 
     transfer: TransferId
     positions: int
@@ -307,6 +317,7 @@ PrefillEvent: TypeAlias = (
     | Beat
     | PrefillReserved
     | PrefillRefused
+    | LayersComputed
     | Computed
     | TokenSampled
     | PrefillFailed

@@ -23,6 +23,7 @@ from kv_transfer.protocol.events import (
     Idle,
     LaneFailed,
     LaneOpened,
+    LayersComputed,
     LeaseExpired,
     MessageReceived,
     PrefillEvent,
@@ -89,7 +90,7 @@ def _dispatch(turn: PrefillTurn, event: PrefillEvent) -> None:
             _send_refused(turn, event)
         case SendFailed():
             _send_failed(turn, event)
-        case PrefillReserved() | PrefillRefused() | Computed() | TokenSampled() | PrefillFailed():
+        case PrefillReserved() | PrefillRefused() | LayersComputed() | Computed() | TokenSampled() | PrefillFailed():
             _node_event(turn, event)
         case Stalled():
             _stalled(turn, event)
@@ -124,7 +125,8 @@ def _dispatch(turn: PrefillTurn, event: PrefillEvent) -> None:
 
 
 def _node_event(
-    turn: PrefillTurn, event: PrefillReserved | PrefillRefused | Computed | TokenSampled | PrefillFailed
+    turn: PrefillTurn,
+    event: PrefillReserved | PrefillRefused | LayersComputed | Computed | TokenSampled | PrefillFailed,
 ) -> None:
     """The engine may speak of a transfer that has just ended: it has been, or will be, told."""
     transfer = turn.transfers.get(event.transfer)
@@ -136,6 +138,8 @@ def _node_event(
         case PrefillRefused():
             turn.out.tell(turn.peer_of(transfer), Refused(transfer.id, event.reason, event.retry_after_s))
             turn.put(transfer.take(PrefillRefused))
+        case LayersComputed():
+            _layers_computed(turn, transfer, event)
         case Computed():
             _computed(turn, transfer, event.positions)
         case TokenSampled():
@@ -157,9 +161,18 @@ def _reserved(turn: PrefillTurn, transfer: PrefillTransfer, event: PrefillReserv
     _offer(turn, reserved)
 
 
+def _layers_computed(turn: PrefillTurn, transfer: PrefillTransfer, event: LayersComputed) -> None:
+    """D is not told: what leaves early is under credits that it has granted for all."""
+    assert transfer.computed_positions < event.positions <= transfer.expected_positions
+    assert transfer.ahead_layers < event.end_layer < turn.local.layout.layers
+    ahead = replace(transfer.take(LayersComputed), ahead_positions=event.positions, ahead_layers=event.end_layer)
+    turn.put(ahead)
+    turn.pump()
+
+
 def _computed(turn: PrefillTurn, transfer: PrefillTransfer, positions: int) -> None:
     assert transfer.computed_positions <= positions <= transfer.expected_positions
-    computed = replace(transfer.take(Computed), computed_positions=positions)
+    computed = replace(transfer.take(Computed), computed_positions=positions, ahead_positions=0, ahead_layers=0)
     turn.put(computed)
     _offer(turn, computed)
     turn.pump()

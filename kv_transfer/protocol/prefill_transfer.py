@@ -7,6 +7,9 @@ The node owns the blocks; the transfer pins them from RESERVED until the node ha
 before the last open gather has finished. RELEASED is never stored. ENDING lasts until D has answered `Drained` with `Gone`:
 until then P is the only one who knows which credits were used, and a broken stream must not lose that.
 
+Early layers of a step's positions may leave before the step has ended; the last layers never do. So a position whose every parcel
+has left was computed by a step that ended well, and of one that failed D's unbroken verified prefix holds no position.
+
 Must not know: sending slots, peers, other transfers.
 """
 
@@ -19,6 +22,7 @@ from foundation.ids import CreditNumber, NodeId, SessionNonce, TransferId
 from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.protocol.events import (
     Computed,
+    LayersComputed,
     LeaseExpired,
     PrefillFailed,
     PrefillRefused,
@@ -104,7 +108,9 @@ PREFILL_TRANSITIONS: dict[tuple[PrefillState, type], PrefillState] = {
     (_S.SEALED, SendRefused): _S.ENDING,
     (_S.RESERVED, Stalled): _S.ENDING,
     (_S.SENDING, Stalled): _S.ENDING,
-    **{(state, same): state for state in (_S.RESERVED, _S.SENDING) for same in (Computed, TokenSampled)},
+    **{
+        (state, same): state for state in (_S.RESERVED, _S.SENDING) for same in (LayersComputed, Computed, TokenSampled)
+    },
     **{(state, PrefillFailed): _S.ENDING for state in (_S.QUEUED, _S.RESERVED, _S.SENDING)},
     **{
         (state, ending): _S.ENDING for state in _LIVE for ending in (Abort, Gone, LeaseExpired, Superseded, SessionOver)
@@ -115,7 +121,8 @@ PREFILL_TRANSITIONS: dict[tuple[PrefillState, type], PrefillState] = {
 @dataclass(frozen=True, slots=True)
 class PrefillTransfer:
     """`credits[i]` carries `parcels[i]`; the first `gathering` of them have been given a sending slot. `digests` maps parcel
-    index to digest, `used` are the credits handed to the transport. `renewals` counts lease renewals (deadlines only)."""
+    index to digest, `used` are the credits handed to the transport. Of positions before `ahead_positions` the first
+    `ahead_layers` layers are computed as well. `renewals` counts lease renewals (deadlines only)."""
 
     ask: Ask
     peer: NodeId
@@ -123,6 +130,8 @@ class PrefillTransfer:
     turn: int
     state: PrefillState = PrefillState.QUEUED
     computed_positions: int = 0
+    ahead_positions: int = 0
+    ahead_layers: int = 0
     expected_positions: int = 0
     from_position: int = 0
     slot_bytes: int = 0
@@ -148,13 +157,17 @@ class PrefillTransfer:
         """Length of prompt and settled tokens, and so the position of the first token."""
         return len(self.ask.prompt) + len(self.ask.settled)
 
+    def is_computed(self, parcel: ParcelName) -> bool:
+        ahead = parcel.end_position <= self.ahead_positions and parcel.end_layer <= self.ahead_layers
+        return ahead or parcel.end_position <= self.computed_positions
+
     @property
     def next_is_ready(self) -> bool:
         """The next parcel in order has its credit, and its KV is computed."""
         return (
             self.state is PrefillState.SENDING
             and self.gathering < len(self.credits)
-            and self.parcels[self.gathering].end_position <= self.computed_positions
+            and self.is_computed(self.parcels[self.gathering])
         )
 
     @property
@@ -163,7 +176,7 @@ class PrefillTransfer:
         return (
             self.state is PrefillState.SENDING
             and self.gathering == len(self.credits) < len(self.parcels)
-            and self.parcels[self.gathering].end_position <= self.computed_positions
+            and self.is_computed(self.parcels[self.gathering])
         )
 
     @property

@@ -102,6 +102,15 @@ class Project:
         assert body, f"{service} gives no metrics:\n{self.logs(service)}"
         return Metrics(body)
 
+    async def receives_kv(self, decode: str) -> None:
+        """Waits until more KV has reached that decode node."""
+        before = (await self.metrics(decode)).value("kv_transfer_bytes_total")
+
+        async def more() -> bool:
+            return (await self.metrics(decode)).value("kv_transfer_bytes_total") > before
+
+        await condition(more, WHOLE_LIMIT_S, lambda: f"KV reaches {decode}:\n{self.logs(decode)}")
+
 
 def body_of(url: str, trust: ssl.SSLContext | None = None) -> str:
     """Whatever the status; empty when nobody answers. `trust`: for https."""

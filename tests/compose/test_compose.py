@@ -24,6 +24,7 @@ from chaos_models import ServedModel, served_model
 from compose_deployed import DECODE, NODES, PREFILL, SEEN, Deployed
 from compose_engine import Engine
 from compose_images import NODE, ROUTER, Built
+from compose_load import all_is_well
 from compose_project import (
     SILENCE_LIMIT_S,
     TIMES_ARE_TOLD,
@@ -50,7 +51,7 @@ READY_LIMIT_S = 90.0
 ROUTER_READY_LIMIT_S = 3.0
 ROUTER_IMAGE_LIMIT_BYTES = 200 * 10**6
 REGISTRY_LEASE_S = 6.0
-QUESTIONS, STREAMS, ANSWERS_AFTERWARDS = 12, 4, 6
+QUESTIONS, STREAMS = 12, 4
 FAULTS = "tests/compose/faults.yml"
 OBSERVABILITY = "deploy/compose/observability.yml"
 ONLY_IN_TROUBLE = {
@@ -87,18 +88,6 @@ async def load(deployed: Deployed, model: ServedModel) -> AsyncIterator[Load]:
         asked.start(STREAMS)
         yield asked
         await asked.stop()
-
-
-async def all_is_well(load: Load) -> None:
-    """Some questions that are asked from now on are answered, and no answer since the beginning was wrong or missing."""
-    since = time.time()
-
-    async def answered() -> bool:
-        return sum(answer.begun > since for answer in load.verdict.answers) >= ANSWERS_AFTERWARDS
-
-    await condition(answered, WHOLE_LIMIT_S, lambda: f"answers; errors so far: {load.verdict.errors}")
-    assert load.verdict.errors == []
-    assert load.verdict.wrong == []
 
 
 def judged(line: str, seconds: float, limit_s: float) -> None:
@@ -338,21 +327,12 @@ async def test_a_node_taken_off_the_network_is_missed_by_nobody_and_comes_back_u
     await condition(begun_again, WHOLE_LIMIT_S, lambda: f"decode-1 begins again:\n{deployed.logs('decode-1')}")
     assert "DataDevicesReplaced" in deployed.logs("decode-1", 2000)
     await deployed.whole()
-    await receives_kv(deployed, "decode-1")
+    await deployed.receives_kv("decode-1")
     await all_is_well(load)
 
 
 async def refused(deployed: Deployed, node: str) -> bool:
     return node not in await deployed.usable()
-
-
-async def receives_kv(deployed: Deployed, decode: str) -> None:
-    before = (await deployed.metrics(decode)).value("kv_transfer_bytes_total")
-
-    async def more() -> bool:
-        return (await deployed.metrics(decode)).value("kv_transfer_bytes_total") > before
-
-    await condition(more, WHOLE_LIMIT_S, lambda: f"KV reaches {decode}:\n{deployed.logs(decode)}")
 
 
 async def test_f27_without_prefill_nodes_decode_nodes_serve_alone_until_they_are_back(
@@ -376,7 +356,7 @@ async def test_f27_without_prefill_nodes_decode_nodes_serve_alone_until_they_are
     tell(f"an alert that no prefill node is left was pending {more_s:.0f} s after clients had noticed nothing")
     await asyncio.to_thread(deployed.engine.docker, "start", *containers)
     await deployed.whole()
-    await receives_kv(deployed, "decode-0")
+    await deployed.receives_kv("decode-0")
     await all_is_well(load)
 
 

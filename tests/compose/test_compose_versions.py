@@ -28,7 +28,7 @@ SETUPS = {
     "observability": ("cpu", (ONE, OBSERVABILITY)),
     "tls": ("cpu,two-routers", (ONE, TLS)),
     "tls-gpu": ("gpu", (ONE, TLS)),
-    "tests": ("cpu,two-routers", (ONE, "tests/compose/small.yml", "tests/compose/faults.yml")),
+    "tests": ("cpu,two-routers", (ONE, *(f"tests/compose/{name}.yml" for name in ("small", "faults", "clocks")))),
     "host-router": ("", (ROUTER,)),
     "host-prefill": ("", (PREFILL,)),
     "host-decode": ("", (DECODE,)),
@@ -70,7 +70,7 @@ def test_both_versions_accept_the_files_without_a_warning_and_start_the_same(
 ) -> None:
     understood = []
     for tool in (compose_1, compose_2):
-        done = config(tool, setup, GIVEN)
+        done = config(tool, setup, GIVEN | {"CLOCKS": "/srv/clocks"})
         assert (done.returncode, done.stderr) == (0, ""), f"{tool}: {done.stderr}"
         understood.append({name: essence(one) for name, one in yaml.safe_load(done.stdout)["services"].items()})
     by_1, by_2 = understood

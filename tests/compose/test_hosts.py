@@ -27,6 +27,7 @@ from chaos_models import ServedModel, served_model
 from chaos_network import Network, free_number
 from compose_engine import Engine
 from compose_images import Built
+from compose_load import all_is_well
 from compose_project import SILENCE_LIMIT_S, WHOLE_LIMIT_S, Project, body_of, condition, tell, usable
 from pd_nodes import Metrics
 from references import all_references, near_tie_or_none
@@ -49,7 +50,7 @@ TLS_FILES = {"router": "deploy/compose/host-router-tls.yml"} | dict.fromkeys(
     ("prefill", "decode"), "deploy/compose/host-node-tls.yml"
 )
 USER = 10001
-QUESTIONS, STREAMS, ANSWERS_AFTERWARDS = 6, 2, 4
+QUESTIONS, STREAMS = 6, 2
 
 
 class Certificates:
@@ -175,17 +176,6 @@ async def load(hosts: Hosts, model: ServedModel) -> AsyncIterator[Load]:
         asked.start(STREAMS)
         yield asked
         await asked.stop()
-
-
-async def all_is_well(load: Load) -> None:
-    before = len(load.verdict.answers)
-
-    async def answered() -> bool:
-        return len(load.verdict.answers) >= before + ANSWERS_AFTERWARDS
-
-    await condition(answered, WHOLE_LIMIT_S, lambda: f"answers; errors so far: {load.verdict.errors}")
-    assert load.verdict.errors == []
-    assert load.verdict.wrong == []
 
 
 async def received(hosts: Hosts) -> float:

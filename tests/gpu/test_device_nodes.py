@@ -103,6 +103,19 @@ def test_kv_comes_over_the_lane_on_which_the_receiver_reads(up: Up) -> None:
     assert re.search(r'^decant_kv_lane_gigabytes_per_second\{lane="cuda_ipc/get"', metrics_of(up), re.MULTILINE)
 
 
+def test_early_layers_leave_the_prefill_node_while_later_ones_are_computed(up: Up) -> None:
+    """Of some prompt at least: a small model's step may be over before the decode node has granted a credit."""
+
+    def early_parcels() -> float:
+        return up.metric(up.prefill_http_port, "decant_kv_early_parcels_total")
+
+    before, number = early_parcels(), 1500
+    while early_parcels() == before:
+        assert number < 1550, "no layer has left early in fifty prompts"
+        assert complete(up, prompt(number))
+        number += 1
+
+
 def test_answers_of_a_pair_are_those_of_the_decode_node_alone_and_f01_a_prefill_node_may_die(up: Up) -> None:
     prompts = [prompt(number) for number in range(12)]
     paired = [complete(up, text) for text in prompts]

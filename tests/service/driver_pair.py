@@ -113,7 +113,7 @@ class Blocks:
 @dataclass
 class FakePrefillEngine:
     """Computes `chunk` positions at a time, those from `hold_at` on once it is None: slow, but never stalled, for it goes on
-    taking steps."""
+    taking steps. With `layers_at_once` it tells of a chunk's layers by so many, and is held, or fails, before the last."""
 
     pool: KvPool
     chunk: int = 64
@@ -124,6 +124,7 @@ class FakePrefillEngine:
     declines: bool = False
     fail_at: int | None = None
     hold_at: int | None = None
+    layers_at_once: int | None = None
     steps: int = 0
     released_reasons: dict[TransferId, str] = field(default_factory=dict)
     tasks: dict[TransferId, asyncio.Task[None]] = field(default_factory=dict)
@@ -154,14 +155,20 @@ class FakePrefillEngine:
         driver.reserved(request.transfer, ids, [word] * len(ids), min(self.cached, len(tokens)), len(tokens))
         for first in range(self.cached, len(tokens), self.chunk):
             await asyncio.sleep(0)
+            end = min(first + self.chunk, len(tokens))
+            kv = kv_of(tokens[first:end], self.pool.layout)
+            for end_layer in range(self.layers_at_once or len(kv), len(kv), self.layers_at_once or len(kv)):
+                place_kv(
+                    self.pool, ids, np.where(np.arange(len(kv))[:, None, None, None, None] < end_layer, kv, 0), first
+                )
+                driver.layers_computed(request.transfer, end, end_layer)
             while self.hold_at is not None and first >= self.hold_at:
                 self.steps += 1
                 await asyncio.sleep(0.005)
             if self.fail_at is not None and first >= self.fail_at:
                 driver.failed(request.transfer, "engine_error")
                 return
-            end = min(first + self.chunk, len(tokens))
-            place_kv(self.pool, ids, kv_of(tokens[first:end], self.pool.layout), first)
+            place_kv(self.pool, ids, kv, first)
             self.steps += 1
             driver.computed(request.transfer, end)
         token = SettledToken(sum(tokens) % 1000, -0.5, ((7, -1.5),))
@@ -216,6 +223,7 @@ class Watcher:
     """A `TransferObserver` that keeps everything, in order."""
 
     parcels: list[tuple[str, TransferId, int, int]] = field(default_factory=list)
+    early_parcels: list[tuple[TransferId, int]] = field(default_factory=list)
     lanes: list[tuple[NodeId, str, float]] = field(default_factory=list)
     drops: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     slot_states: dict[str, int] = field(default_factory=dict)
@@ -225,6 +233,9 @@ class Watcher:
 
     def parcel(self, stage: str, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None:
         self.parcels.append((stage, transfer, parcel_index, payload_bytes))
+
+    def early(self, transfer: TransferId, parcel_index: int) -> None:
+        self.early_parcels.append((transfer, parcel_index))
 
     def lane(self, peer: NodeId, lane: str, gigabytes_per_second: float) -> None:
         self.lanes.append((peer, lane, gigabytes_per_second))

@@ -117,6 +117,39 @@ async def test_parcels_leave_while_later_chunks_are_not_yet_computed(pairing: Pa
         pair.check_landed(transfer, TOKENS, len(TOKENS))
 
 
+TWO_GROUPS = replace(WHOLE, layer_group=2)
+ONE_RUN = replace(LIMITS, slot_bytes=256 << 10)
+"""Slots that hold one layer group of all positions."""
+
+
+async def test_early_layers_leave_while_later_layers_of_the_same_step_are_not_yet_computed(pairing: Pairing) -> None:
+    async with pairing(source=TWO_GROUPS, limits=ONE_RUN) as pair:
+        engine = pair.prefill_engine
+        engine.chunk, engine.layers_at_once, engine.hold_at = len(TOKENS), 2, 0
+        transfer = pair.begin(TOKENS)
+        await until(lambda: pair.decode_watcher.payload("scattered", transfer) == len(TOKENS) * WHOLE.token_bytes // 2)
+        assert transfer not in pair.decode_engine.outcomes
+        engine.hold_at = None
+        assert (await pair.outcome(transfer))[0] == "committed"
+        pair.check_landed(transfer, TOKENS, len(TOKENS))
+        assert pair.prefill_watcher.early_parcels == [(transfer, 0)]
+        await pair.at_rest()
+
+
+async def test_f21_of_a_step_that_fails_nothing_counts_though_its_early_layers_have_landed(pairing: Pairing) -> None:
+    async with pairing(source=TWO_GROUPS, limits=replace(LIMITS, slot_bytes=128 * WHOLE.token_bytes // 2)) as pair:
+        engine = pair.prefill_engine
+        engine.chunk, engine.layers_at_once, engine.hold_at, engine.fail_at = 128, 2, 128, 128
+        transfer = pair.begin(TOKENS)
+        half = WHOLE.token_bytes // 2
+        await until(lambda: pair.decode_watcher.payload("scattered", transfer) == (128 + len(TOKENS)) * half)
+        engine.hold_at = None
+        reason, account = await pair.outcome(transfer)
+        assert (reason, account.verified_positions) == ("engine_error", 128)
+        pair.check_landed(transfer, TOKENS, 128)
+        await pair.at_rest()
+
+
 async def test_the_first_token_does_not_wait_for_the_kv(pairing: Pairing) -> None:
     async with pairing(prefill_faults=Faults(hold_sends_from=0)) as pair:
         transfer = pair.begin(TOKENS)

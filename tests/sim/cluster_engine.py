@@ -111,6 +111,9 @@ class _Launched:
     plan: StepPlan
     done: StepResult | None = None
 
+    def layers_written(self) -> tuple[int, ...]:
+        return ()
+
     def result(self) -> StepResult:
         self.runner.run_through(self)
         assert self.done is not None

@@ -163,6 +163,7 @@ ONE = (transfer("r"),)
 TWO = (transfer("r"), transfer("s"))
 AGAIN = (transfer("r"), transfer("r", attempt=2))
 TRIES = (transfer("r"), transfer("r", try_number=2))
+EARLY_LAYERS = Plan(ONE, positions=1, parcels_per_position=2, by_layer=True)
 
 WORLDS: dict[str, tuple[Plan, Budget]] = {
     "quiet": (Plan(ONE), Budget()),
@@ -190,6 +191,9 @@ WORLDS: dict[str, tuple[Plan, Budget]] = {
     "everything is cached": (Plan(ONE, cached=2), Budget(abort=1)),
     "two transfers": (Plan(TWO, positions=1, slots=1, sending_slots=1), Budget()),
     "prefill node dies, next try": (Plan(TRIES, positions=1, one_by_one=True), Budget(crash_p=1)),
+    "early layers, prefill fails": (EARLY_LAYERS, Budget(prefill_fails=1)),
+    "early layers, abort": (EARLY_LAYERS, Budget(abort=1)),
+    "early layers, prefill node dies": (EARLY_LAYERS, Budget(crash_p=1)),
     "decode node dies, next attempt": (Plan(AGAIN, positions=1, one_by_one=True), Budget(crash_d=1)),
 }
 """Worlds that are searched in full."""
@@ -200,6 +204,10 @@ LARGE: dict[str, tuple[Plan, Budget]] = {
     "two cuts": (Plan(ONE, positions=1), Budget(cut=2)),
     "cut, abort and failure": (Plan(ONE, positions=1), Budget(cut=1, abort=1, prefill_fails=1)),
     "abort, cut and repeat": (Plan(ONE, positions=1), Budget(cut=1, abort=1, repeat=1)),
+    "early layers in chunks, failure": (
+        Plan(ONE, positions=2, parcels_per_position=2, by_layer=True),
+        Budget(prefill_fails=1, cut=1),
+    ),
     "both die": (Plan(TRIES, positions=1, one_by_one=True), Budget(crash_p=1, crash_d=1)),
     "hang and abort, two parcels": (Plan(ONE), Budget(deadline=1, abort=1)),
     "hang and cut": (Plan(ONE, positions=1), Budget(deadline=1, cut=1)),

@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import transfer_actions
-from explorer import WORLDS, Found, explore
+from explorer import EARLY_LAYERS, WORLDS, Found, explore
 from transfer_world import Budget, Content, Plan, transfer
 
 from foundation.ids import CreditNumber, SlotIndex
@@ -31,6 +31,7 @@ from kv_transfer.protocol.decode_transfer import ParcelVerified, Whole
 from kv_transfer.protocol.effects import NodeFirstToken, Scatter
 from kv_transfer.protocol.events import Reserved
 from kv_transfer.protocol.messages import FirstToken
+from kv_transfer.protocol.prefill_transfer import PrefillTransfer
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,10 @@ def _forget_at_once(
         self.settle(replace(self.transfers[ending.id], acknowledged=True))
 
 
+def _whatever_layer(self: Any, parcel: Any) -> bool:
+    return bool(parcel.end_position <= max(self.computed_positions, self.ahead_positions))
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -229,6 +234,11 @@ MUTANTS = (
         "credits that nobody used are never withdrawn",
         (SMALL, Budget(abort=1)),
         ((decode_turn.DecodeTurn, "resolve_unused", lambda *args: 0),),
+    ),
+    Mutant(
+        "early layers stand for all",
+        (EARLY_LAYERS, Budget(prefill_fails=1)),
+        ((PrefillTransfer, "is_computed", _whatever_layer),),
     ),
     Mutant(
         "P forgets the transfer before D has answered",

@@ -163,6 +163,7 @@ def test_what_the_node_says_too_late_changes_nothing() -> None:
     late_for_d = (events.Reserved(R, 0, 2), events.Unavailable(R, "no_blocks"))
     late_for_p = (
         events.PrefillReserved(R, 0, 2),
+        events.LayersComputed(R, 2, 1),
         events.Computed(R, 2),
         events.TokenSampled(R, None),
         events.PrefillFailed(R, "why"),

@@ -286,6 +286,54 @@ def test_f28_one_transfer_s_end_is_not_noticed_by_its_neighbour() -> None:
     assert world.outcomes[neighbours[1]] == alone.outcomes[neighbours[1]] == "committed"
 
 
+# --- early layers -------------------------------------------------------------------------------------------------
+
+
+def early_side() -> PrefillSide:
+    """P has reserved two positions of two layers, and has credits for all four parcels."""
+    world = ready_world(parcels_per_position=2, sending_slots=4)
+    world = until(world, lambda w: w.p is not None and w.p.transfers[R].expected_positions > 0)
+    assert world.p is not None
+    credits = tuple(messages.Credit(CreditNumber(number), 16) for number in range(4))
+    return p_hears(world.p, Credits(R, 0, 8, 0, credits, SessionNonce(501)))[0]
+
+
+def gathered_by(side: PrefillSide, *told: Any) -> list[list[tuple[int, int]]]:
+    """(position, layer) of the parcels that each event has gathered."""
+    found = []
+    for event in told:
+        side, effects = prefill_side.handle(side, event)
+        assert not sent(effects, Offer) or isinstance(event, events.Computed)
+        found.append([(gather.parcel.first_position, gather.parcel.first_layer) for gather in of(effects, Gather)])
+    return found
+
+
+def test_early_layers_are_gathered_before_their_step_has_ended_and_the_last_never() -> None:
+    told = (
+        events.LayersComputed(R, 1, 1),
+        events.Computed(R, 1),
+        events.LayersComputed(R, 2, 1),
+        events.Computed(R, 2),
+    )
+    assert gathered_by(early_side(), *told) == [[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)]]
+
+
+def test_parcels_keep_their_order_where_a_step_computes_several_runs() -> None:
+    told = (events.LayersComputed(R, 2, 1), events.Computed(R, 2))
+    assert gathered_by(early_side(), *told) == [[(0, 0)], [(0, 1), (1, 0), (1, 1)]]
+
+
+def test_early_layers_are_gone_with_the_step_that_fails() -> None:
+    side, effects = prefill_side.handle(early_side(), events.LayersComputed(R, 2, 1))
+    (gather,) = of(effects, Gather)
+    side, effects = prefill_side.handle(side, events.PrefillFailed(R, "engine_error"))
+    assert sent(effects, Failed) == [Failed(R, "engine_error")]
+    assert not of(effects, NodeReleased)
+    side, effects = prefill_side.handle(side, events.Gathered(gather.slot, 1))
+    assert not of(effects, SendParcel)
+    assert of(effects, NodeReleased) == [NodeReleased(R, "engine_error")]
+
+
 # --- asking -------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,8 @@ QUICK = (
     "unavailable",
     "endpoint",
     "prefill node dies",
+    "early layers, prefill fails",
+    "early layers, prefill node dies",
     "decode node dies",
     "hang",
     "sender writes, endpoint",

@@ -269,6 +269,7 @@ def _unavailable(stage: Stage, name: TransferId) -> None:
 def _prefill(stage: Stage, name: TransferId) -> None:
     reached = stage.computing[name] + 1
     stage.computing = stage.computing.put(name, reached)
+    _forget_ahead(stage, name)
     positions = min(stage.plan.positions, stage.plan.chunk * (reached - 1))
     if reached == 1:
         stage.tell_p(events.PrefillReserved(name, 0, stage.plan.positions))
@@ -277,6 +278,19 @@ def _prefill(stage: Stage, name: TransferId) -> None:
     else:
         tokens = None if stage.plan.declines else (SettledToken(7),)
         stage.tell_p(events.TokenSampled(name, tokens))
+
+
+def _layers(stage: Stage, name: TransferId) -> None:
+    """One more layer of the chunk that is being computed."""
+    end_layer = stage.ahead.get(name, 0) + 1
+    stage.ahead = stage.ahead.put(name, end_layer)
+    positions = min(stage.plan.positions, stage.plan.chunk * stage.computing[name])
+    stage.tell_p(events.LayersComputed(name, positions, end_layer))
+
+
+def _forget_ahead(stage: Stage, name: TransferId) -> None:
+    if name in stage.ahead:
+        stage.ahead = stage.ahead.drop(name)
 
 
 def _prefill_fails(stage: Stage, name: TransferId) -> None:
@@ -329,6 +343,7 @@ def _crash_p(stage: Stage) -> None:
         stage.d_fences |= frozenset(stage.d.arenas) if stage.d is not None else frozenset()
     stage.lanes_live = stage.lanes_p = stage.p_broken = stage.p_fences = frozenset()
     stage.gathers, stage.sends, stage.sending_memory, stage.computing = frozenset(), frozenset(), Table(), Table()
+    stage.ahead = Table()
 
 
 def _restart_p(stage: Stage) -> None:
@@ -392,6 +407,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "reserved": _node_reserved,
     "unavailable": _unavailable,
     "prefill": _prefill,
+    "layers": _layers,
     "prefill_fails": _prefill_fails,
     "abort": _abort,
     "endpoint": _endpoint,
@@ -498,6 +514,7 @@ def _run_p_effect(stage: Stage, effect: Any) -> None:
             stage.computing = stage.computing.put(effect.ask.transfer, 0)
         case NodeReleased():
             stage.computing = stage.computing.drop(effect.transfer)
+            _forget_ahead(stage, effect.transfer)
         case _:
             pass
 

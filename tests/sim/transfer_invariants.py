@@ -103,6 +103,7 @@ def check_p_effect(stage: Any, effect: Any) -> None:
     match effect:
         case Gather():
             require(effect.transfer in stage.computing, "I1: a gather from blocks that were given back")
+            require(_is_written(stage, effect), "I2: a gather of KV that is not written")
         case NodeReleased():
             require(effect.transfer in stage.computing, f"I5: {effect.transfer} was released twice")
             gathering = any(content.transfer == effect.transfer for _, content in stage.gathers)
@@ -112,6 +113,14 @@ def check_p_effect(stage: Any, effect: Any) -> None:
             require(content.credit == effect.credit, "I4: a parcel was sent under another's credit")
         case _:
             pass
+
+
+def _is_written(stage: Any, effect: Gather) -> bool:
+    """All layers of the chunks that are done, and of the next one those that P was told of."""
+    parcel, chunk = effect.parcel, stage.plan.chunk
+    early = parcel.end_layer <= stage.ahead.get(effect.transfer, 0)
+    chunks = stage.computing[effect.transfer] - 1 + early
+    return bool(parcel.end_position <= chunks * chunk)
 
 
 def check(world: World) -> None:

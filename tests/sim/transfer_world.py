@@ -80,6 +80,7 @@ class Plan:
     sending_slots: int = 2
     lane: str = "close_fences"  # | "receiver_reads" | "sender_writes"
     parcels_per_position: int = 1
+    by_layer: bool = False  # P is told of a chunk's early layers while later ones are computed
     declines: bool = False
     one_by_one: bool = False  # a transfer begins when the one before has ended
 
@@ -137,6 +138,7 @@ class World:
     reserving: frozenset[TransferId] = frozenset()
     reserved: frozenset[TransferId] = frozenset()
     computing: Table[TransferId, int] = field(default_factory=Table)
+    ahead: Table[TransferId, int] = field(default_factory=Table)
     blocks: frozenset[tuple[TransferId, int]] = frozenset()
     tokens: frozenset[TransferId] = frozenset()
     outcomes: Table[TransferId, str] = field(default_factory=Table)
@@ -258,8 +260,15 @@ def _progress(world: World) -> Iterator[Action]:
         yield from (("gathered", *gather) for gather in world.gathers)
         yield from (("sent", *send) for send in world.sends)
         yield from (("prefill", name) for name, stage in world.computing.items() if stage < last_stage(world.plan))
+        yield from (("layers", name) for name in world.computing if _computes_further_layers(world, name))
     else:
         yield ("restart_p",)
+
+
+def _computes_further_layers(world: World, name: TransferId) -> bool:
+    plan = world.plan
+    in_a_chunk = 1 <= world.computing[name] < last_stage(plan) - 1
+    return plan.by_layer and in_a_chunk and world.ahead.get(name, 0) + 1 < plan.parcels_per_position
 
 
 def _stream_progress(world: World) -> Iterator[Action]:

@@ -19,6 +19,7 @@ from engine.port import (
     EngineEvent,
     FinishReason,
     KvComputed,
+    KvLayersComputed,
     KvReserved,
     KvUnavailable,
     Mode,
@@ -149,6 +150,8 @@ class World:
                 record.declined = event.cached_positions == len(wish.submit.prompt) + len(wish.submit.settled)
                 if record.declined:
                     self._after(event.key, ReleaseKv(event.key))
+            case KvLayersComputed():
+                raise AssertionError("a runner without layers told of some")
             case KvComputed():
                 assert event.computed_positions > record.computed
                 record.computed = event.computed_positions

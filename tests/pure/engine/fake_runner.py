@@ -6,7 +6,7 @@ Like a device it runs launched steps late: not before their results are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -96,6 +96,9 @@ class FakeRunner:
 class FakeStep:
     def __init__(self, runner: FakeRunner, number: int) -> None:
         self.runner, self.number = runner, number
+
+    def layers_written(self) -> Iterable[int]:
+        return ()
 
     def result(self) -> StepResult:
         self.runner.run_up_to(self.number)

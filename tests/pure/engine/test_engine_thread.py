@@ -12,12 +12,16 @@ from engine_world import submit_of
 from fake_runner import FakeRunner, FakeStep, next_token
 
 from engine.config import EngineConfig
+from engine.executor.runner import StepFailed
 from engine.loop import Engine, EngineThread
 from engine.port import (
     Cancel,
     EngineEvent,
+    KvComputed,
+    KvLayersComputed,
     KvReserved,
     Mode,
+    PrefillReserved,
     RequestFailed,
     RequestKey,
     ReserveKv,
@@ -54,6 +58,28 @@ class GatedStep(FakeStep):
         if runner.broken:
             raise RuntimeError("the device is gone")
         return super().result()
+
+
+class LayeredRunner(GatedRunner):
+    """A gated fake runner that tells of three of its four layer groups while the gate is closed, or breaks before."""
+
+    breaks_after = 4
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        super().launch(plan)
+        return LayeredStep(self, plan.number)
+
+
+class LayeredStep(GatedStep):
+    def layers_written(self) -> Iterator[int]:
+        runner = self.runner
+        assert isinstance(runner, LayeredRunner)
+        if not runner.launched[self.number - 1].kv_leaves:
+            return
+        for group in range(1, 4):
+            if group > runner.breaks_after:
+                raise StepFailed("the device is gone")
+            yield 8 * group
 
 
 class Harness:
@@ -120,6 +146,83 @@ def test_who_asks_for_blocks_does_not_wait_for_the_step_in_flight() -> None:
     later = engine.step(answered)
     assert [type(event) for event in answers] == [KvReserved]
     assert [type(event) for event in later] == [TokenSampled]
+
+
+def layered() -> tuple[Engine, LayeredRunner]:
+    """An engine with a prefill node's request and another one in flight; its next step must wait for theirs."""
+    runner = LayeredRunner()
+    engine = Engine(CONFIG, runner, runner.owner_words)
+    engine.take(submit_of("leaves", PROMPT, mode=Mode.PREFILL_ONLY))
+    engine.take(submit_of("stays", PROMPT, max_tokens=1))
+    engine.step()
+    runner.gate.clear()
+    return engine, runner
+
+
+def test_layers_of_kv_that_leaves_are_told_while_their_step_still_runs() -> None:
+    engine, runner = layered()
+    told: list[list[EngineEvent]] = []
+
+    def answered(events: list[EngineEvent]) -> None:
+        assert not runner.reached.is_set()
+        told.append(events)
+        if len(told) == 3:
+            runner.gate.set()
+
+    later = engine.step(answered)
+    leaves = RequestKey("leaves")
+    assert told == [[KvLayersComputed(leaves, len(PROMPT), layers)] for layers in (8, 16, 24)]
+    assert next(event for event in later if event.key == leaves) == KvComputed(leaves, len(PROMPT))
+
+
+def test_layers_of_a_request_that_was_cancelled_meanwhile_are_not_told() -> None:
+    engine, runner = layered()
+    runner.gate.set()
+    engine.take(Cancel(RequestKey("leaves")))
+    told: list[EngineEvent] = []
+    later = engine.step(told.extend)
+    assert not told
+    assert {event.key for event in later} == {RequestKey("stays")}
+
+
+def test_layers_of_each_chunk_are_told_with_its_own_end() -> None:
+    runner = LayeredRunner()
+    engine = Engine(CONFIG, runner, runner.owner_words)
+    engine.take(submit_of("leaves", tuple(range(20)), mode=Mode.PREFILL_ONLY))
+    told: list[EngineEvent] = []
+    while not told or not isinstance(told[-1], TokenSampled):
+        told += engine.step(told.extend)
+    ends = [event.computed_positions for event in told if isinstance(event, KvLayersComputed | KvComputed)]
+    assert ends == [16] * 4 + [20] * 4
+
+
+def test_a_step_without_kv_that_leaves_tells_of_no_layer() -> None:
+    runner = LayeredRunner()
+    engine = Engine(CONFIG, runner, runner.owner_words)
+    engine.take(submit_of("stays", PROMPT, max_tokens=1))
+    engine.step()
+    assert not runner.launched[0].kv_leaves
+    told: list[EngineEvent] = []
+    assert [type(event) for event in engine.step(told.extend)] == [TokenSampled]
+    assert not told
+
+
+def test_a_step_that_fails_between_two_layer_groups_fails_every_request_after_what_was_told() -> None:
+    runner, heard = LayeredRunner(), queue.Queue[EngineEvent]()
+    runner.breaks_after = 1
+
+    def report(events: list[EngineEvent]) -> None:
+        for event in events:
+            heard.put(event)
+
+    thread = EngineThread(Engine(CONFIG, runner, runner.owner_words), report)
+    thread.post(submit_of("leaves", PROMPT, mode=Mode.PREFILL_ONLY))
+    thread.start()
+    events = [heard.get(timeout=WAIT_S) for _ in range(3)]
+    assert isinstance(events[0], PrefillReserved)
+    leaves = RequestKey("leaves")
+    assert events[1:] == [KvLayersComputed(leaves, len(PROMPT), 8), RequestFailed(leaves, "engine_error")]
+    assert thread.stop(WAIT_S)
 
 
 def test_an_idle_engine_uses_no_cpu(harness: Harness) -> None:

@@ -13,7 +13,7 @@ COSTS = Costs(
 
 
 def decodes(rows: int, **changes: bool) -> StepDescriptor:
-    return StepDescriptor(rows, rows, all_draw=changes.get("all_draw", True), kv_leaves=changes.get("kv_leaves", False))
+    return StepDescriptor(rows, rows, all_draw=changes.get("all_draw", True))
 
 
 def test_decodes_take_the_smallest_captured_batch_that_holds_them() -> None:
@@ -30,12 +30,6 @@ def test_what_a_full_graph_cannot_hold_never_runs_as_one() -> None:
     assert selector.choose(decodes(3, all_draw=False)) == Choice(Mode.PIECEWISE, 64, Reason.SILENT_ROWS)
     assert selector.choose(StepDescriptor(70, 3, all_draw=True)) == Choice(Mode.PIECEWISE, 256, Reason.PROMPT_CHUNKS)
     assert selector.choose(decodes(65)) == Choice(Mode.PIECEWISE, 256, Reason.NO_BUCKET)
-
-
-def test_kv_that_leaves_by_layer_group_forbids_every_graph() -> None:
-    selector = GraphSelector(COSTS)
-    assert selector.choose(decodes(4, kv_leaves=True)) == Choice(Mode.EAGER, 4, Reason.KV_LEAVES)
-    assert selector.choose(StepDescriptor(60, 0, all_draw=True, kv_leaves=True)).mode is Mode.EAGER
 
 
 def test_a_step_beyond_all_buckets_runs_eagerly_and_adds_none() -> None:

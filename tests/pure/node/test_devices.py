@@ -35,7 +35,7 @@ def test_a_device_is_auto_cpu_or_a_numbered_gpu(device: str) -> None:
 def test_slots_on_a_gpu_are_larger_and_fit_twice_into_what_staging_is_given() -> None:
     options = DecodeOptions(model="m")
     assert options.staging_on("cpu") == (512 * MIB, 4 * MIB)
-    assert options.staging_on("cuda") == (4096 * MIB, 32 * MIB)
+    assert options.staging_on("cuda") == (4096 * MIB, 64 * MIB)
     assert PrefillOptions(model="m", key_file="k").staging_on("cpu") == (256 * MIB, 4 * MIB)
     assert DecodeOptions(model="m", staging_bytes=8 * MIB).staging_on("cuda") == (8 * MIB, 4 * MIB)
     with pytest.raises(ConfigurationError, match="--staging-bytes: must hold at least two slots"):

@@ -10,7 +10,17 @@ from decant_proto.v1 import types_pb2
 
 from engine import port as engine_port
 from engine.config import EngineConfig
-from engine.port import Cancel, KvComputed, Mode, PrefillReserved, ReleaseKv, RequestFailed, Submit, TokenSampled
+from engine.port import (
+    Cancel,
+    KvComputed,
+    KvLayersComputed,
+    Mode,
+    PrefillReserved,
+    ReleaseKv,
+    RequestFailed,
+    Submit,
+    TokenSampled,
+)
 from foundation.ids import BlockId, RequestId, TransferId
 from foundation.metrics import NodeMetrics
 from kv_transfer.port import PrefillRequest, SettledToken
@@ -32,6 +42,9 @@ class RecordedTransfers:
 
     def reserved(self, transfer: TransferId, *what: Any) -> None:
         self.calls.append(("reserved", transfer, *what))
+
+    def layers_computed(self, transfer: TransferId, positions: int, end_layer: int) -> None:
+        self.calls.append(("layers_computed", transfer, positions, end_layer))
 
     def computed(self, transfer: TransferId, positions: int) -> None:
         self.calls.append(("computed", transfer, positions))
@@ -68,6 +81,7 @@ SAMPLED = TokenSampled(KEY, 41, 99, logprob=-0.5)
 async def test_a_prompt_is_computed_and_its_progress_goes_back_in_order(desk: Desk) -> None:
     desk.ask(choice_index=3, seed=4)
     desk.service.engine_events([RESERVED, KvComputed(KEY, 32)])
+    desk.service.engine_events([KvLayersComputed(KEY, 41, 8)])
     desk.service.engine_events([KvComputed(KEY, 41), SAMPLED])
     (submit,) = desk.commands
     assert isinstance(submit, Submit)
@@ -75,6 +89,7 @@ async def test_a_prompt_is_computed_and_its_progress_goes_back_in_order(desk: De
     assert desk.transfers.calls == [
         ("reserved", TRANSFER, (3, 4, 5), (7, 7, 7), 16, 41),
         ("computed", TRANSFER, 32),
+        ("layers_computed", TRANSFER, 41, 8),
         ("computed", TRANSFER, 41),
         ("first_token", TRANSFER, (SettledToken(99, -0.5),)),
     ]
