@@ -20,7 +20,7 @@ from engine.kernels.invariant_product import TILINGS, Tiling, agreeing_tilings, 
 from engine.kernels.log_softmax import log_softmax_rows
 from engine.kv_cache.device_storage import DeviceKvStorage
 from engine.loop import Engine
-from engine.port import RequestKey, SamplingParameters, Submit, TokenLogprob, TokenSampled
+from engine.port import EngineEvent, RequestKey, SamplingParameters, Submit, TokenLogprob, TokenSampled
 from foundation.kv_layout import HeadOrder, KvLayout
 
 pytestmark = pytest.mark.gpu
@@ -254,20 +254,26 @@ def requests(count: int) -> list[Submit]:
     ]
 
 
+def steps(engine: Engine) -> Iterator[list[EngineEvent]]:
+    """What happens, step by step, until nothing more does."""
+    for _ in range(5000):
+        yield engine.step()
+        if not engine.status().has_work:
+            return
+    raise AssertionError("the engine does not come to rest")
+
+
 def answers(parts: DeviceEngineParts, asked: Sequence[Submit], **changes: int | bool) -> dict[str, Answer]:
     """All in one engine, whose settings are changed so; nothing is cached from others."""
     engine = Engine(replace(parts.config, **changes), parts.runner, np.zeros(BLOCKS, np.uint64))  # type: ignore[arg-type]
     for submit in asked:
         engine.take(submit)
     said: dict[str, Answer] = {str(submit.key): [] for submit in asked}
-    for _ in range(5000):
-        if not engine.status().has_work:
-            break
-        for event in engine.step():
+    for events in steps(engine):
+        for event in events:
             if isinstance(event, TokenSampled):
                 told = (event.position, event.token_id, event.logprob, event.top_logprobs)
                 said[str(event.key)].append(told)
-    assert not engine.status().has_work
     for submit in asked:
         assert len(said[str(submit.key)]) == submit.sampling.max_tokens - len(submit.settled)
     return said
@@ -333,8 +339,8 @@ def test_a_prefix_that_was_cached_gives_the_same_bits_as_one_that_is_computed(pa
     said: dict[str, Answer] = {}
     for submit in (first, again):
         engine.take(submit)
-        while engine.status().has_work:
-            for event in engine.step():
+        for events in steps(engine):
+            for event in events:
                 if isinstance(event, TokenSampled):
                     told = (event.position, event.token_id, event.logprob, event.top_logprobs)
                     said.setdefault(str(event.key), []).append(told)
