@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.decode_plan import ROW_TILE, DecodePlan, write_decode_plan
+from engine.kernels.unpack import fetch_words
 from engine.kv_cache.device_storage import TORCH_DTYPES, DeviceKvStorage
 
 Int32 = npt.NDArray[np.int32]
@@ -85,7 +86,7 @@ class FlashInferAttention:
         assert plan.info[_SUMS_OFFSET] + plan.shape.pieces * self.heads * 4 <= WORKSPACE_BYTES, (
             "the workspace is too small"
         )
-        self._decode_plan.view(torch.int32)[: plan.words].copy_(words[: plan.words], non_blocking=True)
+        fetch_words(words[: plan.words], self._decode_plan.view(torch.int32)[: plan.words])
         return plan
 
     def decode(self, layer: int, plan: DecodePlan, queries: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:

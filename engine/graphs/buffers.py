@@ -1,6 +1,6 @@
 """Memory at fixed addresses that steps and captured graphs read, and the way of a plan's numbers into it.
 
-    plan --numpy--> pinned words --one copy--> staged words --unpack kernels--> token ids, positions, slots, pages
+    plan --numpy--> pinned words --fetch--> staged words --unpack kernels--> token ids, positions, slots, pages
 
 A launched step may still be reading pinned memory when the next one is planned, so that memory belongs to a `StepSlot`, of
 which there are several; one is used again only after its step has finished on the device (`done`). Everything on the device
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.flashinfer import PLAN_BYTES, Pages
-from engine.kernels.unpack import unpack_rows, unpack_tokens
+from engine.kernels.unpack import fetch_words, unpack_rows, unpack_tokens
 from engine.model.device_decoder import Tokens
 from engine.port import MOST_BANNED_TOKENS
 from engine.sampling.noise import draw_keys
@@ -133,7 +133,7 @@ class StepBuffers:
         page_start, width = self._write_rows(writer, plan, rows)
         places = _write_sampling(writer, plan.sample_tokens, plan.sampling)
         staged = self._staged[: writer.end]
-        staged.copy_(slot.words[: writer.end], non_blocking=True)
+        fetch_words(slot.words[: writer.end], staged)
         ours = self._tokens
         unpack_tokens(staged, self.sampled, ours.token_ids, ours.positions, ours.slots, tokens)
         pages = self._pages

@@ -1,6 +1,8 @@
-"""From the one staged copy of a step's numbers to the buffers that kernels and captured graphs read at fixed addresses.
+"""A step's numbers from pinned memory to the device, and from there to the buffers that kernels and captured graphs read at
+fixed addresses.
 
-Here tokens that the host has not seen feed back, and block tables become FlashInfer's flat page indices.
+Here tokens that the host has not seen feed back, and block tables become FlashInfer's flat page indices. Pinned memory is read
+by a kernel: a copy would wait in the copy engine for what else comes from the host, a millisecond behind 32 MiB.
 """
 
 from __future__ import annotations
@@ -11,6 +13,20 @@ import triton.language as tl
 
 TOKENS_A_PROGRAM = 512
 BLOCKS_A_PROGRAM = 512
+WORDS_A_PROGRAM = 1024
+
+
+@triton.jit(do_not_specialize=["count"])
+def _fetch_words(pinned, staged, count, WORDS: tl.constexpr):
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    tl.store(staged + word, tl.load(pinned + word, mask=word < count, other=0), mask=word < count)
+
+
+def fetch_words(pinned: torch.Tensor, staged: torch.Tensor) -> None:
+    """All of `pinned` (int32, in pinned host memory) into `staged` (int32, as many), in the order of the current stream."""
+    count = len(pinned)
+    assert count == len(staged), f"{count} words into {len(staged)}"
+    _fetch_words[(triton.cdiv(count, WORDS_A_PROGRAM),)](pinned, staged, count, WORDS=WORDS_A_PROGRAM, num_warps=4)
 
 
 @triton.jit

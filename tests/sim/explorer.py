@@ -204,10 +204,7 @@ LARGE: dict[str, tuple[Plan, Budget]] = {
     "two cuts": (Plan(ONE, positions=1), Budget(cut=2)),
     "cut, abort and failure": (Plan(ONE, positions=1), Budget(cut=1, abort=1, prefill_fails=1)),
     "abort, cut and repeat": (Plan(ONE, positions=1), Budget(cut=1, abort=1, repeat=1)),
-    "early layers in chunks, failure": (
-        Plan(ONE, positions=2, parcels_per_position=2, by_layer=True),
-        Budget(prefill_fails=1, cut=1),
-    ),
+    "early layers, cut and failure": (EARLY_LAYERS, Budget(prefill_fails=1, cut=1)),
     "both die": (Plan(TRIES, positions=1, one_by_one=True), Budget(crash_p=1, crash_d=1)),
     "hang and abort, two parcels": (Plan(ONE), Budget(deadline=1, abort=1)),
     "hang and cut": (Plan(ONE, positions=1), Budget(deadline=1, cut=1)),

@@ -28,6 +28,7 @@ def random_world(dice: random.Random) -> World:
         parcels_per_position=dice.randint(1, 2),
         declines=dice.random() < 0.2,
         one_by_one=dice.random() < 0.3,
+        by_layer=dice.random() < 0.5,
     )
     return new_world(plan, Budget(*(dice.randint(0, 2) for _ in Budget._fields)))
 
