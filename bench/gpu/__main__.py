@@ -26,7 +26,7 @@ from engine.build_device import DeviceEngineParts
 from foundation.kv_layout import HeadOrder
 
 HEAD_ORDER: HeadOrder = "HND"
-LAYER_GROUP = 32
+LAYER_GROUP = 8
 SERVING_SECTIONS = ("link", "hand_over", "landing")
 
 
