@@ -280,7 +280,9 @@ class DecodeDriver:
         payload_bytes = slot.length - TRAILER_BYTES
         inbound.landed_parcels += 1
         inbound.landed_bytes += payload_bytes
-        inbound.rate.landed(payload_bytes, self._loop.time())
+        transfer = self._side.transfers[slot.transfer]
+        early = transfer.parcels[slot.parcel_index].end_position > transfer.ready_positions
+        inbound.rate.landed(payload_bytes, self._loop.time(), early=early)
         inbound.lane = self._landings.lane(session)
         self._observer.parcel("landed", slot.transfer, slot.parcel_index, payload_bytes)
         return self._faults.after_landed(slot.parcel_index, inbound.landed_parcels)

@@ -2,7 +2,8 @@
 
 A prefill node sends what it has computed, so between two chunks a lane may rest: the average of a transfer says how fast P
 computes, the best stretch of it how fast the lane is. Where no stretch is better than the computing, the lane is not what holds
-the transfer up. The self-test of a pair measures the lane once, alone and with small messages; this sees it under its load.
+the transfer up. Early layers leave at the pace of the step that computes them, however fast the lane is, so a stretch begins
+with one at most. The self-test of a pair measures the lane once, alone and with small messages; this sees it under its load.
 
 Must not know: clocks, transports.
 """
@@ -26,7 +27,10 @@ class LandingRate:
         """When a parcel landed, and how many bytes had by then; the oldest only begins a stretch, for it was sent before that."""
         self._landed_bytes = 0
 
-    def landed(self, payload_bytes: int, now_s: float) -> None:
+    def landed(self, payload_bytes: int, now_s: float, *, early: bool = False) -> None:
+        """`early`: before P has said that all layers of the parcel's positions are computed."""
+        if early:
+            self._landed.clear()
         self._landed_bytes += payload_bytes
         self._landed.append((now_s, self._landed_bytes))
         begun_s, before = self._landed[0]

@@ -27,8 +27,8 @@ from engine.build_device import DeviceEngineParts
 from foundation.kv_layout import HeadOrder
 
 HEAD_ORDER: HeadOrder = "HND"
-LAYER_GROUP = 32
 INVARIANT_KV_GIB = 32
+LAYER_GROUP = 8
 SERVING_SECTIONS = ("link", "hand_over", "landing")
 
 

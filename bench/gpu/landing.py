@@ -28,7 +28,7 @@ from kv_transfer.device_copy import PROGRAMS, DeviceCopier, DevicePool
 from kv_transfer.device_staging import AT_ONCE, COPY_PRIORITY
 from kv_transfer.plan.parcels import ParcelName, cut_parcels
 
-SLOT_BYTES = 32 << 20
+SLOT_BYTES = 64 << 20
 TOKENS = 2048
 NEXT_TO_NOTHING = ParcelName(0, 1, 0, 1, 0, KV_HEADS)
 """4 KiB: a copy of it costs the host what any copy costs, and the GPU a few microseconds."""

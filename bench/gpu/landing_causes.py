@@ -63,7 +63,7 @@ class Slices:
 
 
 def slices_of(order: HeadOrder, group: int) -> dict[str, Slices]:
-    """By name. The four that tell host from GPU, then other numbers of thread blocks, larger slots, and no scatter at all."""
+    """By name. The four that tell host from GPU, then fewer thread blocks, smaller slots, and no scatter at all."""
     usual = Copying(order, group)
     found = {
         ALONE: Slices(),
@@ -72,13 +72,13 @@ def slices_of(order: HeadOrder, group: int) -> dict[str, Slices]:
         BOTH: Slices(usual, usual.land),
         "GPU only, nothing scattered": Slices(usual, usual.land_for_the_gpu(scattered=False)),
     }
-    for programs in (4 * PROGRAMS, 2 * PROGRAMS, PROGRAMS // 2):
+    for programs in (PROGRAMS // 2, PROGRAMS // 4, PROGRAMS // 8):
         fewer = Copying(order, group, programs=programs)
         found[f"both, {programs} programs"] = Slices(fewer, fewer.land)
-        if programs == 4 * PROGRAMS:
+        if programs == PROGRAMS // 4:
             found[f"GPU only, {programs} programs"] = Slices(fewer, fewer.land_for_the_gpu(scattered=True))
-    larger = Copying(order, group, slot_bytes=2 * SLOT_BYTES)
-    found[f"both, slots of {2 * SLOT_BYTES >> 20} MiB"] = Slices(larger, larger.land)
+    smaller = Copying(order, group, slot_bytes=SLOT_BYTES // 2)
+    found[f"both, slots of {SLOT_BYTES // 2 >> 20} MiB"] = Slices(smaller, smaller.land)
     return found
 
 

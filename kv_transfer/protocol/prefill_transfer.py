@@ -172,11 +172,12 @@ class PrefillTransfer:
 
     @property
     def waits_for_credits(self) -> bool:
-        """The next parcel in order is computed and has no credit: it is D's turn."""
+        """D knows that the next parcel in order is computed, and has given no credit for it: it is D's turn. D may hold back
+        credits for layers that are ahead."""
         return (
             self.state is PrefillState.SENDING
             and self.gathering == len(self.credits) < len(self.parcels)
-            and self.is_computed(self.parcels[self.gathering])
+            and self.parcels[self.gathering].end_position <= self.computed_positions
         )
 
     @property

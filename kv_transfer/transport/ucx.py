@@ -119,7 +119,6 @@ class UcxSession:
         assert self._closing is None, f"session {self.session:#x} is closed"
         assert tag not in self._receives, f"tag {tag:#x} is posted already"
         self._nonces.add(tag >> NUMBER_BITS)
-        self._worker.stay_awake()
         request = self._endpoint.tag_receive(tag, buffer)
         self._receives[tag] = _Operation(request, buffer, done)
         request.future.add_done_callback(partial(self._received, tag))
@@ -132,7 +131,6 @@ class UcxSession:
     def send(self, tag: Tag, buffer: Bytes, done: Callable[[SendOutcome], None]) -> None:
         assert self._closing is None, f"session {self.session:#x} is closed"
         assert tag not in self._sends, f"tag {tag:#x} is being sent already"
-        self._worker.stay_awake()
         request = self._endpoint.tag_send(tag, buffer)
         self._sends[tag] = _Operation(request, buffer, done)
         request.future.add_done_callback(partial(self._was_sent, tag))
@@ -166,7 +164,6 @@ class UcxSession:
 
     def _received(self, tag: Tag, future: asyncio.Future[Any]) -> None:
         operation = self._receives.pop(tag)
-        self._worker.stay_awake()
         outcome = _receive_outcome(tag, _failure(future), operation.withdrawn)
         if isinstance(outcome, ReceiveFailed) and outcome.reason != "message_truncated" and not self.lane.fences:
             self._late.add(tag)

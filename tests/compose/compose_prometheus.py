@@ -17,6 +17,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Collection
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def panels(rate_interval: str = RATE_INTERVAL) -> dict[str, tuple[str, ...]]:
 
 
 class Prometheus:
-    """Asked over its HTTP API; what it complains of raises AssertionError, and OSError where nobody answers."""
+    """Asked over its HTTP API; what it complains of raises AssertionError, and OSError where nobody answers yet."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1"
@@ -160,6 +161,8 @@ class Prometheus:
             with opener.open(f"{self._url}/{path}?{urllib.parse.urlencode(asked)}", timeout=10) as answer:
                 body = json.load(answer)
         except urllib.error.HTTPError as refused:
+            if refused.code == HTTPStatus.SERVICE_UNAVAILABLE:  # it listens before it can answer
+                raise
             raise AssertionError(f"{path} {asked}: {refused.read().decode()}") from refused
         assert body["status"] == "success", body
         assert not body.get("warnings"), body

@@ -20,6 +20,7 @@ from foundation.ticket import Ticket, digest_of_tokens, sign_ticket
 from kv_transfer import staging
 from kv_transfer.control_stream import METHOD
 from kv_transfer.faults import Faults
+from kv_transfer.landing_rate import LandingRate
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.protocol.peer import PeerState
 from kv_transfer.transport.memory_network import WRITES
@@ -133,6 +134,26 @@ async def test_early_layers_leave_while_later_layers_of_the_same_step_are_not_ye
         assert (await pair.outcome(transfer))[0] == "committed"
         pair.check_landed(transfer, TOKENS, len(TOKENS))
         assert pair.prefill_watcher.early_parcels == [(transfer, 0)]
+        await pair.at_rest()
+
+
+async def test_what_lands_before_its_offer_does_not_count_as_the_lane_s_pace(
+    pairing: Pairing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    landed: list[bool] = []
+    monkeypatch.setattr(LandingRate, "landed", lambda rate, payload_bytes, now_s, *, early: landed.append(early))
+    async with pairing(source=TWO_GROUPS, limits=ONE_RUN) as pair:
+        engine = pair.prefill_engine
+        engine.chunk, engine.layers_at_once, engine.hold_at = len(TOKENS), 2, 0
+        transfer = pair.begin(TOKENS)
+        await until(lambda: pair.decode_watcher.payload("landed", transfer) > 0)
+        assert landed == [True]
+        engine.hold_at = None
+        assert (await pair.outcome(transfer))[0] == "committed"
+        landed.clear()
+        engine.cached = len(TOKENS)
+        assert (await pair.outcome(pair.begin(TOKENS)))[0] == "committed"
+        assert landed == [False, False]
         await pair.at_rest()
 
 

@@ -289,13 +289,18 @@ def test_f28_one_transfer_s_end_is_not_noticed_by_its_neighbour() -> None:
 # --- early layers -------------------------------------------------------------------------------------------------
 
 
-def early_side() -> PrefillSide:
-    """P has reserved two positions of two layers, and has credits for all four parcels."""
+def early_credits(first: int, end: int) -> Credits:
+    return Credits(
+        R, 0, 8, first, tuple(messages.Credit(CreditNumber(n), 16) for n in range(first, end)), SessionNonce(501)
+    )
+
+
+def early_side(credits: int = 4) -> PrefillSide:
+    """P has reserved two positions of two layers, and has credits for the first of its four parcels; all, unless said."""
     world = ready_world(parcels_per_position=2, sending_slots=4)
     world = until(world, lambda w: w.p is not None and w.p.transfers[R].expected_positions > 0)
     assert world.p is not None
-    credits = tuple(messages.Credit(CreditNumber(number), 16) for number in range(4))
-    return p_hears(world.p, Credits(R, 0, 8, 0, credits, SessionNonce(501)))[0]
+    return p_hears(world.p, early_credits(0, credits))[0]
 
 
 def gathered_by(side: PrefillSide, *told: Any) -> list[list[tuple[int, int]]]:
@@ -585,6 +590,17 @@ def test_a_lease_that_is_not_renewed_ends_the_transfer_on_p() -> None:
     assert passed == [LeaseExpired(R)]
     _, effects = prefill_side.handle(side, LeaseExpired(R))
     assert sent(effects, Failed) == [Failed(R, "lease")]
+
+
+def test_d_is_not_waited_for_while_it_holds_back_credits_for_early_layers() -> None:
+    side, _ = prefill_side.handle(early_side(credits=1), events.LayersComputed(R, 1, 1))
+    side, _ = prefill_side.handle(side, events.Computed(R, 1))
+    assert Stalled(R) in {wait.event for wait in prefill_waits(side, LIMITS)}
+    side, _ = p_hears(side, early_credits(1, 2))
+    side, _ = prefill_side.handle(side, events.LayersComputed(R, 2, 1))
+    assert Stalled(R) not in {wait.event for wait in prefill_waits(side, LIMITS)}
+    side, _ = prefill_side.handle(side, events.Computed(R, 2))
+    assert Stalled(R) in {wait.event for wait in prefill_waits(side, LIMITS)}
 
 
 def test_a_local_node_is_no_part_of_a_state_s_identity() -> None:
