@@ -53,6 +53,8 @@ class BuildOptions:
     """Layers that lie together in a block; None: all of a pipeline stage, on a GPU about a quarter (`engine.build_device`)."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    batch_invariant: bool = False
+    """On a GPU: a token's bits do not depend on what shares its step, nor on how its history was computed."""
     threads: int = 1
     linear_forms: Literal["measured", "plain"] = "measured"
     linear_copy_bytes: int = 1 << 30
@@ -76,6 +78,11 @@ class EngineParts:
 
 def build_engine(options: BuildOptions) -> EngineParts:
     """Load, warm up and put together. Takes seconds. Raises ConfigurationError naming the setting that is wrong."""
+    if options.batch_invariant:
+        raise ConfigurationError(
+            "--batch-invariant",
+            "needs a GPU: on a CPU products are computed in the form that is fastest for their rows",
+        )
     model = read_model_config(options.model)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     max_model_len = max_model_len_of(options, model)

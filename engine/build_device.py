@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.invariant import DeviceAttention, InvariantAttention
 from engine.build import BuildOptions, config_of, layout_of, max_model_len_of, num_blocks_of
 from engine.config import EngineConfig
 from engine.executor.device_runner import DeviceRunner
 from engine.graphs.buffers import BufferLimits
 from engine.graphs.select import decode_buckets
+from engine.kernels.invariant_product import TILINGS, Tiling, agreeing_tilings
 from engine.kv_cache.device_storage import TORCH_DTYPES, DeviceKvStorage
 from engine.model.config import ModelConfig, read_model_config
 from engine.model.device_decoder import DeviceDecoder
@@ -64,11 +66,22 @@ def build_device_engine(options: BuildOptions, device: torch.device) -> DeviceEn
 
     def runner_over(num_blocks: int) -> tuple[DeviceRunner, DeviceKvStorage]:
         storage = DeviceKvStorage(layout, num_blocks, device)
+        limits = buffer_limits(options, max_model_len, num_blocks)
         with torch.inference_mode():
-            attention = FlashInferAttention(storage, model.heads)
-            decoding = DeviceDecoder(decoder, storage, max_model_len)
-        return DeviceRunner(decoding, attention, storage, buffer_limits(options, max_model_len, num_blocks)), storage
+            attention: DeviceAttention
+            if options.batch_invariant:
+                attention = InvariantAttention(storage, model.heads, limits.rows, max_model_len, limits.tokens)
+            else:
+                attention = FlashInferAttention(storage, model.heads)
+            decoding = DeviceDecoder(decoder, storage, max_model_len, invariant_tilings=tilings)
+        return DeviceRunner(decoding, attention, storage, limits), storage
 
+    tilings: tuple[Tiling, ...] = ()
+    invariant_report = []
+    if options.batch_invariant:
+        with torch.inference_mode():
+            tilings = agreeing_tilings(TORCH_DTYPES[dtype], device)
+        invariant_report = [f"batch-invariant: {len(tilings)} of {len(TILINGS)} tilings sum alike"]
     report: list[str] = []
     if options.num_blocks is None and options.gpu_memory_utilization is not None:
         size = profiled_pool_size(options, layout, device, lambda: runner_over(trial_blocks(options))[0])
@@ -78,13 +91,15 @@ def build_device_engine(options: BuildOptions, device: torch.device) -> DeviceEn
     if num_blocks * layout.block_size >= 2**31:
         raise ConfigurationError("--kv-cache-memory-bytes", "holds more positions than 32 bits can number")
     runner, storage = runner_over(num_blocks)
+    report += invariant_report
     report += runner.warm_up(
         decode_buckets(options.max_num_seqs),
         [size for size in PIECEWISE_SIZES if size <= min(options.max_num_batched_tokens, max_model_len)],
         [size for size in EAGER_SIZES if size <= min(options.max_num_batched_tokens, max_model_len)],
     )
     config = replace(config_of(options, model, num_blocks), overlap=True, scores_prompts=False)
-    fingerprint = fingerprint_of(options.model, model, source.fingerprint(), dtype)
+    kv = f"{dtype}, {invariant_name(device)}" if options.batch_invariant else dtype
+    fingerprint = fingerprint_of(options.model, model, source.fingerprint(), kv)
     return DeviceEngineParts(runner, storage, model, config, fingerprint, tuple(report))
 
 
@@ -101,6 +116,12 @@ def device_dtype(options: BuildOptions, model: ModelConfig) -> str:
     if options.dtype != "auto":
         return options.dtype
     return "bfloat16" if model.dtype == "float32" else model.dtype
+
+
+def invariant_name(device: torch.device) -> str:
+    """What nodes must share for their bits to be equal: the mode, and hardware that sums alike."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"batch-invariant on sm_{major}{minor}"
 
 
 def buffer_limits(options: BuildOptions, max_model_len: int, num_blocks: int) -> BufferLimits:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """`weights` is the xxh3 of all tensor bytes (for random weights: of config and seed). All fields compare by equality."""
+    """`weights` is the xxh3 of all tensor bytes (for random weights: of config and seed). `kv_dtype` also names the arithmetic
+    where that promises equal bits (`--batch-invariant`). All fields compare by equality."""
 
     weights: str
     architecture: str

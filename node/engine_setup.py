@@ -145,6 +145,7 @@ def _build_options(options: NodeOptions, kind: DeviceKind) -> BuildOptions:
         kv_layer_group=options.kv_layer_group,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
+        batch_invariant=options.batch_invariant,
     )
 
 

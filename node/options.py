@@ -87,6 +87,12 @@ class NodeOptions(Options):
         None, "exactly so many KV blocks, whatever --kv-cache-memory-bytes says (on a CPU as well)", minimum=2
     )
 
+    batch_invariant: bool = option(
+        False,
+        "GPU only, slower: a token's logits have the same bits whatever shares its step and however its history was computed; "
+        "every node must say it",
+    )
+
     # The pool's layout. Unlike nodes can pair: what travels is cut to fit both.
     kv_head_order: str = option("HND", "order of heads and positions within a block", choices=("HND", "NHD"))
     kv_layer_group: int | None = option(

@@ -8,6 +8,7 @@ A figure that fails is reported and the others go on; the exit code then is 1.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from engine.build_device import DeviceEngineParts
 from foundation.kv_layout import HeadOrder
 
 HEAD_ORDER: HeadOrder = "HND"
+INVARIANT_KV_GIB = 32
 LAYER_GROUP = 8
 SERVING_SECTIONS = ("link", "hand_over", "landing")
 
@@ -153,6 +155,30 @@ class Run:
             "prefill": self._told("gathers", landing.prefill_beside_gathers(engine, HEAD_ORDER, LAYER_GROUP)),
         }
 
+    def invariant(self) -> dict[str, Any]:
+        """What equal bits in every step cost: steps of an engine with --batch-invariant beside those of the normal one."""
+
+        def measured(mode: str, engine: DeviceEngineParts) -> dict[str, float]:
+            decodes = {"decode_1x128": (1, 128), "decode_64x2048": (64, 2048)}
+            cases = {name: self._told(f"{mode} {name}", steps.decode(engine, *case)) for name, case in decodes.items()}
+            cases["prefill_2048"] = self._told(f"{mode} prefill_2048", steps.prefill(engine, 2048))
+            return {name: case["ms"] for name, case in cases.items()}
+
+        normal = measured("normal", self.engine())
+        with tempfile.TemporaryDirectory() as folder:
+            self._parts = None  # its pool makes room
+            gc.collect()
+            torch.cuda.empty_cache()
+            engine, _ = steps.build(
+                Path(folder), HEAD_ORDER, LAYER_GROUP, kv_gib=INVARIANT_KV_GIB, batch_invariant=True
+            )
+        for line in engine.report:
+            self.report(line)
+        invariant = measured("batch-invariant", engine)
+        engine.runner.close()
+        price = self._told("price", {name: invariant[name] / normal[name] for name in normal})
+        return {"normal_ms": normal, "invariant_ms": invariant, "price": price}
+
     def landing_causes(self) -> dict[str, dict[str, float]]:
         """Whether landing KV slows the GPU's kernels or the host."""
         return landing_causes.landing_causes(self.engine(), HEAD_ORDER, LAYER_GROUP, 64, 2048, self.report)
@@ -188,6 +214,7 @@ FIGURES: tuple[Callable[[Run], Any], ...] = (
     Run.profile_prefill,
     Run.timeline,
     Run.host,
+    Run.invariant,
 )
 
 

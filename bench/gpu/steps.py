@@ -35,7 +35,9 @@ PROFILED_STEPS = 20
 STEPS_AT_MOST = 5000
 
 
-def build(folder: Path, order: HeadOrder, group: int | None, kv_gib: int = 64) -> tuple[DeviceEngineParts, float]:
+def build(
+    folder: Path, order: HeadOrder, group: int | None, kv_gib: int = 64, batch_invariant: bool = False
+) -> tuple[DeviceEngineParts, float]:
     """The warm engine, and the seconds it took."""
     begun = time.perf_counter()
     parts = build_device_engine(
@@ -49,6 +51,7 @@ def build(folder: Path, order: HeadOrder, group: int | None, kv_gib: int = 64) -
             max_model_len=33_000,
             kv_head_order=order,
             kv_layer_group=group,
+            batch_invariant=batch_invariant,
         ),
         DEVICE,
     )

@@ -23,6 +23,7 @@ import torch
 
 from engine.attention.decode_plan import DecodePlan, DecodeShape
 from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.invariant import DeviceAttention
 from engine.executor.runner import LAUNCHED_LIMIT, StepFailed
 from engine.graphs.buffers import BufferLimits, StagedStep, StepBuffers, StepSlot
 from engine.graphs.capture import FullGraph, GraphCapture, PiecewiseGraphs
@@ -61,7 +62,7 @@ class DeviceRunner:
     """A `Runner`. `warm_up` must have run before the first launch; it chooses what is captured."""
 
     def __init__(
-        self, decoder: DeviceDecoder, attention: FlashInferAttention, storage: DeviceKvStorage, limits: BufferLimits
+        self, decoder: DeviceDecoder, attention: DeviceAttention, storage: DeviceKvStorage, limits: BufferLimits
     ) -> None:
         device = storage.memory.device
         self._decoder = decoder
@@ -104,7 +105,15 @@ class DeviceRunner:
             if samples:
                 tokens, best = self._buffers.sampled[:samples], self._buffers.best_logits[:samples]
                 previous = self._buffers.sampled
-                logprobs = sample_on_device(logits[:samples], plan.sampling, staged.sampling, previous, tokens, best)
+                logprobs = sample_on_device(
+                    logits[:samples],
+                    plan.sampling,
+                    staged.sampling,
+                    previous,
+                    tokens,
+                    best,
+                    invariant=self._decoder.invariant,
+                )
                 slot.tokens[:samples].copy_(tokens, non_blocking=True)
                 slot.best_logits[:samples].copy_(best, non_blocking=True)
             host_logprobs = _to_host(logprobs)
@@ -154,7 +163,8 @@ class DeviceRunner:
         if decodes < plan.rows:
             query_start = plan.query_start[decodes:] - plan.query_start[decodes]
             contexts = plan.context_lengths[decodes:]
-            if (np.diff(query_start) == contexts).all():
+            whole = (np.diff(query_start) == contexts).all()
+            if whole and isinstance(self._attention, FlashInferAttention):
                 prompt_plan = self._attention.plan_prompts(slot.prefill_plan, query_start)
             else:
                 page_start = staged.page_start[decodes : plan.rows + 1]
@@ -172,6 +182,7 @@ class DeviceRunner:
         if attention.prefill_plan is not None:
             kernels.prefill(layer, attention.prefill_plan, queries[chunks], staged.pages, attended[chunks])
         if attention.prompt_plan is not None:
+            assert isinstance(kernels, FlashInferAttention)
             kernels.prompts(attention.prompt_plan, heads[chunks], attended[chunks])
 
     def warm_up(self, full: Sequence[int], piecewise: Sequence[int], eager: Sequence[int]) -> list[str]:
@@ -179,6 +190,9 @@ class DeviceRunner:
         begun = time.perf_counter()
         slot = self._slots[0]
         capture = GraphCapture(self._decoder, self._attention, self._buffers, self._stream)
+        asked = self._prompt(1)
+        asked = replace(asked, sampling=replace(asked.sampling, logprobs=np.ones(1, np.int32)))
+        self.launch_as(asked, Choice(Mode.EAGER, 1, Reason.NONE)).result()
         for tokens in sorted(eager):
             self.launch_as(self._prompt(tokens), Choice(Mode.EAGER, tokens, Reason.NONE)).result()
         torch.cuda.empty_cache()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.attention.decode_plan import DecodePlan, DecodeShape
-from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.invariant import DeviceAttention
 from engine.graphs.buffers import StepBuffers
 from engine.model.device_decoder import Activations, DeviceDecoder, Tokens
 
@@ -48,7 +48,7 @@ class GraphCapture:
     """`stream` is the one that steps run on."""
 
     def __init__(
-        self, decoder: DeviceDecoder, attention: FlashInferAttention, buffers: StepBuffers, stream: torch.cuda.Stream
+        self, decoder: DeviceDecoder, attention: DeviceAttention, buffers: StepBuffers, stream: torch.cuda.Stream
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -90,7 +90,7 @@ def _between(decoder: DeviceDecoder, layer: int, staged: Tokens, state: Activati
 
 
 def decode_forward(
-    decoder: DeviceDecoder, attention: FlashInferAttention, buffers: StepBuffers, plan: DecodePlan
+    decoder: DeviceDecoder, attention: DeviceAttention, buffers: StepBuffers, plan: DecodePlan
 ) -> torch.Tensor:
     """Logits of all staged decodes."""
     rows = plan.shape.rows

@@ -6,6 +6,9 @@ attentions can be captured as one graph.
 A stretch takes and leaves its tensors in `Activations`, whose addresses a captured stretch keeps. Same weights, same families,
 same order of operations as the definition; the tests hold the two against each other.
 
+All but the products is computed row by row with one configuration for any number of rows. With `invariant_tilings` the products
+are as well, so that a row's bits do not depend on its step.
+
 Must not know: requests, plans, how attention is done.
 """
 
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.invariant_product import Tiling, invariant_product, tiling_for
 from engine.kernels.layer import add_norm, gate, rotate_append
 from engine.kernels.product import ROWS_AT_MOST, product
 from engine.kv_cache.device_storage import DeviceKvStorage
@@ -44,9 +48,18 @@ class Activations:
 
 class DeviceDecoder:
     def __init__(
-        self, decoder: Decoder, storage: DeviceKvStorage, max_positions: int, *, own_products: bool = True
+        self,
+        decoder: Decoder,
+        storage: DeviceKvStorage,
+        max_positions: int,
+        *,
+        own_products: bool = True,
+        invariant_tilings: tuple[Tiling, ...] = (),
     ) -> None:
-        """`own_products`: batches of at most `ROWS_AT_MOST` rows are multiplied by our kernel, not the library's."""
+        """`own_products`: batches of at most `ROWS_AT_MOST` rows are multiplied by our kernel, not the library's.
+
+        `invariant_tilings`: if any, all products are `invariant_product`, in these.
+        """
         config = decoder.config
         device = decoder.embedding.device
         self.config = config
@@ -54,13 +67,19 @@ class DeviceDecoder:
         self._decoder = decoder
         self._hnd = storage.layout.head_order == "HND"
         self._kv = [storage.layer(layer) for layer in range(self.layers)]
-        self._own_rows = ROWS_AT_MOST if own_products else -1
+        self._own_rows = ROWS_AT_MOST if own_products and not invariant_tilings else -1
+        self._tilings = invariant_tilings
         # Steps of warm-up fill the last block of the longest row.
         reached = -(-max_positions // storage.layout.block_size) * storage.layout.block_size
         angles = torch.outer(
             torch.arange(reached, dtype=torch.float32), inverse_frequencies(config.rope, config.head_dim)
         )
         self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
+
+    @property
+    def invariant(self) -> bool:
+        """A row's bits do not depend on its step."""
+        return bool(self._tilings)
 
     def activations(self, tokens: int) -> Activations:
         """Fresh memory for a step of so many tokens."""
@@ -97,7 +116,9 @@ class DeviceDecoder:
     def _project(self, index: int, normed: torch.Tensor, tokens: Tokens, state: Activations) -> None:
         """q, k, v of layer `index`: queries rotated in place, keys and values into the pool."""
         layer = self._decoder.layers[index]
-        if len(normed) == self._own_rows and layer.qkv.bias is None:
+        if self._tilings:
+            self._invariant(layer.qkv, normed, state.projected)
+        elif len(normed) == self._own_rows and layer.qkv.bias is None:
             product(normed, _weight(layer.qkv), state.projected)
         elif layer.qkv.bias is None:
             torch.mm(normed, _weight(layer.qkv).t(), out=state.projected)
@@ -129,9 +150,15 @@ class DeviceDecoder:
         return self._times(layer.down, gated)
 
     def _times(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        if self._tilings:
+            return self._invariant(linear, x)
         if len(x) == self._own_rows and linear.bias is None:
             return product(x, _weight(linear))
         return F.linear(x, _weight(linear), linear.bias)
+
+    def _invariant(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        weight = _weight(linear)
+        return invariant_product(x, weight, linear.bias, tiling_for(self._tilings, len(x), len(weight)), out)
 
 
 def _weight(linear: Linear) -> torch.Tensor:

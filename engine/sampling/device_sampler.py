@@ -12,6 +12,7 @@ import torch
 
 from engine.graphs.buffers import SampleInputs
 from engine.kernels.draw import draw, filter_thresholds
+from engine.kernels.log_softmax import log_softmax_rows
 from engine.sampling.adjust import adjust
 from engine.sampling.mask import apply_masks
 from engine.step import SamplingRows
@@ -33,15 +34,21 @@ def sample_on_device(
     previous_tokens: torch.Tensor,
     tokens: torch.Tensor,
     best_logits: torch.Tensor,
+    *,
+    invariant: bool = False,
 ) -> Logprobs | None:
     """Draw into `tokens` int64 [S]; `best_logits` float32 [S] is not finite where a row of `logits` [S, vocabulary] is unsound.
 
     `logits` may be overwritten; `inputs` are `rows` on the device. `previous_tokens` are the samples of the plan launched
-    before, and may share the memory of `tokens`.
+    before, and may share the memory of `tokens`. `invariant`: log probabilities do not depend on the rows beside them, and of
+    equal ones the lower token comes first; what is drawn never depends on other rows.
     """
     raw = None
     if len(inputs.logprob_rows):
-        raw = torch.log_softmax(logits[inputs.logprob_rows].float(), dim=-1)
+        if invariant:
+            raw = log_softmax_rows(logits, inputs.logprob_rows)
+        else:
+            raw = torch.log_softmax(logits[inputs.logprob_rows].float(), dim=-1)
     if len(inputs.banned_rows):
         never = torch.full(
             (), float("-inf"), dtype=logits.dtype, device=logits.device
@@ -63,5 +70,8 @@ def sample_on_device(
     best = int(np.max(rows.logprobs))
     if best == 0:
         return Logprobs(chosen, None, None)
-    values, ids = raw.topk(min(best, raw.shape[1]), dim=-1)
+    if invariant:
+        values, ids = (both[:, :best] for both in raw.sort(dim=-1, descending=True, stable=True))
+    else:
+        values, ids = raw.topk(min(best, raw.shape[1]), dim=-1)
     return Logprobs(chosen, ids, values)
