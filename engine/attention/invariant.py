@@ -26,6 +26,7 @@ from engine.attention.invariant_items import (
     write_decode_items,
 )
 from engine.kernels.invariant_attention import attend, join_splits
+from engine.kernels.unpack import fetch_words
 from engine.kv_cache.device_storage import DeviceKvStorage
 from foundation.errors import ConfigurationError
 
@@ -77,7 +78,7 @@ class InvariantAttention:
         words = pinned.view(torch.int32)
         rows = len(page_start) - 1
         used = write_decode_items(words.numpy(), page_start, self.block_size)
-        self._decode_words[:used].copy_(words[:used], non_blocking=True)
+        fetch_words(words[:used], self._decode_words[:used])
         return DecodePlan(DecodeShape(rows, rows * self._most_splits, True), [], used)
 
     def decode(self, layer: int, plan: DecodePlan, queries: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
@@ -96,7 +97,7 @@ class InvariantAttention:
         words = pinned.view(torch.int32)
         items = write_chunk_items(words.numpy(), query_start, page_start, context_lengths, self._item_queries)
         used = (items + 1) * ITEM_WORDS
-        self._chunk_words[:used].copy_(words[:used], non_blocking=True)
+        fetch_words(words[:used], self._chunk_words[:used])
         return ChunkPlan(items)
 
     def prefill(self, layer: int, plan: ChunkPlan, queries: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
