@@ -22,8 +22,9 @@ from router.answer import AnswerStream
 from router.fleet import Fleet
 from router.generation import Generation, Refusal, RefusalKind, RequestRefused
 from router.journey import AttemptLost, ClientLeft
-from router.ongoing import FAILOVER_PATIENCE_S, PATIENCE_S, Ongoing, Surroundings
+from router.ongoing import Ongoing, Surroundings
 from router.request_trace import NO_TRACES, UNNAMED, Caller, Traces
+from router.timers import FAILOVER_PATIENCE_S, PATIENCE_S
 from router.tokenizer import ModelText
 from router.wording import RETRY_AFTER_S, Account, Failure, unavailable
 

@@ -1,4 +1,4 @@
-"""One request in flight: the rim around its `journey`. It carries out what the journey decides, and holds its two timers.
+"""One request in flight: the rim around its `journey`. It carries out what the journey decides.
 
 The common case, one more token of the current attempt, takes a short way through `output`: no event and no effect is made for it.
 
@@ -7,7 +7,6 @@ Must not know: other requests, HTTP, gRPC servers, how text is written out.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
@@ -46,6 +45,7 @@ from router.journey import (
 )
 from router.placement import NoPlacement, Placement, prefix_chain
 from router.request_trace import Caller, Traces
+from router.timers import RequestTimers, TimerEnds
 from router.tokenizer import ModelText
 from router.wording import (
     INTERNAL_ERROR,
@@ -60,10 +60,6 @@ from router.wording import (
 
 log = get_logger()
 
-PATIENCE_S = 5.0
-"""A request that has shown nothing yet waits so long for a decode node."""
-FAILOVER_PATIENCE_S = 30.0
-"""A stream that has begun waits so long for another one."""
 CONTEXT_TOKENS = 6
 """Tokens of the prompt before the answer that may decide how its first token is written."""
 _HOPELESS = frozenset({"context_too_short", "deadline_unmeetable"})
@@ -130,10 +126,13 @@ class Ongoing:
         self._expected_s: float | None = None
         """Predicted time to first token, counted from the placement."""
         self._began_s = self._placed_s = self._last_token_s = around.now()
-        self._loop = asyncio.get_running_loop()
-        self._deadline = self._later(generation.deadline_s, lambda: self.handle(DeadlinePassed()))
-        self._patience: asyncio.TimerHandle | None = None
-        self._place_again: asyncio.TimerHandle | None = None
+        ends = TimerEnds(
+            deadline_passed=lambda: self.handle(DeadlinePassed()),
+            patience_over=lambda: self.handle(PatienceOver()),
+            look_again=self.find_place,
+            failed=lambda: self.stream.fail(INTERNAL_ERROR),
+        )
+        self._timers = RequestTimers(generation.request_id, generation.deadline_s, around.now, ends)
 
     def begin(self) -> None:
         self._carry_out(self.journey.begin())
@@ -236,11 +235,11 @@ class Ongoing:
 
     def _place(self, effect: Place) -> None:
         self._leave_node()
-        self._wait_no_more_to_place()
+        self._timers.look_no_more()
         self._note_lost_attempt()
         if effect.after_s > 0:
             self._books.without_node(self)
-            self._place_again = self._later(effect.after_s, self.find_place)
+            self._timers.look_again(effect.after_s)
             return
         placed: Placement | NoPlacement
         placed = self._beside_leader(effect.avoid) or self._fleet.place(
@@ -251,7 +250,7 @@ class Ongoing:
         match placed:
             case Placement():
                 self._books.with_node(self)
-                self._stop_patience()
+                self._timers.wait_no_more()
                 self._take(placed)
                 self.handle(Placed(placed.decode.node))
             case NoPlacement(reason):
@@ -259,10 +258,10 @@ class Ongoing:
                 self.handle(NoPlace(reason))
                 if reason in _HOPELESS and not self.first_token_seen:
                     self.handle(PatienceOver())
-                elif self._patience is None:
+                else:
                     around = self._around
                     patience_s = around.failover_patience_s if self.first_token_seen else around.patience_s
-                    self._patience = self._later(patience_s, lambda: self.handle(PatienceOver()))
+                    self._timers.wait_at_most(patience_s)
 
     def _beside_leader(self, avoid: frozenset[NodeId]) -> Placement | None:
         """With the choice of the same prompt that gets its KV, if there is one."""
@@ -295,7 +294,7 @@ class Ongoing:
             settled_token_ids=settled,
             sampling=sampling_message(self._sampling),
             choice_index=generation.choice_index,
-            deadline_ms=self._remaining_ms(),
+            deadline_ms=max(1, round(self._timers.remaining_s * 1000)),
             prefill_choices=fleet.prefill_choices(placement, attempt, generation.prompt, settled),
             local_reason=placement.local_reason,
             traceparent=self._trace.attempt(effect.attempt, placement, effect.why.value),
@@ -309,7 +308,7 @@ class Ongoing:
         if link is None or not link.send(node_pb2.RouterMessage(submit=submit)):
             # Not now: the effects in hand come first.
             lost = AttemptLost(effect.attempt, "not_sent")
-            self._later(0, lambda: self.handle(lost))
+            self._timers.soon(lambda: self.handle(lost))
 
     def _cancel(self, effect: CancelAttempt) -> None:
         link = self._fleet.link(effect.node)
@@ -351,11 +350,9 @@ class Ongoing:
     # --- the end
 
     def _end(self) -> None:
-        if self._deadline.cancelled():
+        if self._timers.stopped:
             return
-        self._deadline.cancel()
-        self._stop_patience()
-        self._wait_no_more_to_place()
+        self._timers.stop()
         self._leave_node()
         self._books.over(self)
         seconds, reason = self._around.now() - self._began_s, self._end_reason()
@@ -397,28 +394,7 @@ class Ongoing:
             if self.generation.family is not None:
                 self.generation.family.left(self.generation.request_id)
 
-    def _stop_patience(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-
-    def _wait_no_more_to_place(self) -> None:
-        if self._place_again is not None:
-            self._place_again.cancel()
-            self._place_again = None
-
-    # --- time and what is left to do
-
-    def _later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._loop.call_later(delay_s, self._by_itself, act)
-
-    def _by_itself(self, act: Callable[[], None]) -> None:
-        """The root of what no node and no client asks for: a bug ends this request, loudly, and no other."""
-        try:
-            act()
-        except Exception:
-            log.exception("request failed inside the router", request=self.generation.request_id)
-            self.stream.fail(INTERNAL_ERROR)
+    # --- what is left to do
 
     @property
     def _missing_tokens(self) -> int:
@@ -439,10 +415,4 @@ class Ongoing:
 
     def _too_late(self, expected_s: float | None) -> bool:
         """Whether even the first token would come after the deadline, so that all work would be for nothing."""
-        return expected_s is not None and expected_s > self._remaining_s()
-
-    def _remaining_s(self) -> float:
-        return self.generation.deadline_s - (self._around.now() - self._began_s)
-
-    def _remaining_ms(self) -> int:
-        return max(1, round(self._remaining_s() * 1000))
+        return expected_s is not None and expected_s > self._timers.remaining_s
