@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device_model import BLOCK_SIZE, BLOCKS, DEVICE, VOCABULARY, WEIGHTS_SEED, build, decodes, write_config
 from step_plans import batch_plan, greedy_rows
 
 from engine.attention.paged import PagedAttention
@@ -26,21 +26,6 @@ from engine.step import StepPlan
 from foundation.kv_layout import KvLayout
 
 pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda")
-BLOCK_SIZE, BLOCKS, VOCABULARY = 16, 200, 1003
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "max_position_embeddings": 1024,
-    "eos_token_id": [VOCABULARY - 1],
-    "dtype": "bfloat16",
-}
 
 
 @dataclass
@@ -52,17 +37,7 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    options = BuildOptions(
-        model=folder,
-        load_format="dummy",
-        seed=3,
-        num_blocks=BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=24,
-        kv_layer_group=2,
-    )
-    parts = build_device_engine(options, DEVICE)
+    parts = build(folder)
     yield Made(parts, folder)
     parts.runner.close()
 
@@ -76,7 +51,7 @@ def host_logits(made: Made, plans: list[StepPlan]) -> list[torch.Tensor]:
             return super().get(name).bfloat16().float().cpu()
 
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, "float32", BLOCK_SIZE, "HND", config.layers)
-    decoder = build_decoder(config, OnHost(config, 3, DEVICE), torch.float32, torch.device("cpu"), 1024)
+    decoder = build_decoder(config, OnHost(config, WEIGHTS_SEED, DEVICE), torch.float32, torch.device("cpu"), 1024)
     attention = PagedAttention(KvStorage(layout, BLOCKS), config.heads, torch.float32)
     out = []
     for plan in plans:
@@ -145,17 +120,6 @@ def test_a_chunk_that_draws_nothing_stores_its_kv(made: Made) -> None:
     np.testing.assert_allclose(in_chunks.top_logprobs, whole.top_logprobs, atol=0.1)
 
 
-def decodes(number: int, first: int, rows: int, fed: bool) -> StepPlan:
-    made = [([7 * row], first, list(range(row * 8, row * 8 + 8))) for row in range(rows)]
-    sampling = replace(
-        greedy_rows(rows, [first + 1] * rows),
-        temperature=np.linspace(0, 1, rows, dtype=np.float32),
-        seed=np.arange(rows, dtype=np.uint64),
-        top_k=np.array([0, 20] * (rows // 2), np.int32),
-    )
-    return batch_plan(number, made, BLOCK_SIZE, feedback=list(range(rows)) if fed else (), sampling=sampling)
-
-
 def test_steps_launched_while_the_stream_is_held_back_equal_serial_ones(made: Made) -> None:
     runner, rows, steps = made.parts.runner, 20, 40
     serial = [
@@ -215,7 +179,7 @@ def test_the_loop_never_waits_for_the_device_but_for_results(made: Made, graphs:
 def test_not_finite_logits_fail_the_step_and_all_after_it(made: Made, tmp_path: Path) -> None:
     from engine.executor.runner import StepFailed
 
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2}))
+    write_config(tmp_path, num_hidden_layers=2)
     options = BuildOptions(model=tmp_path, load_format="dummy", num_blocks=8, max_num_seqs=2, max_num_batched_tokens=64)
     parts = build_device_engine(options, DEVICE)
     parts.runner.launch(batch_plan(0, [([1, 2, 3], 0, [0])], 16)).result()

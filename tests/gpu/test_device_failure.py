@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_device_engine import CONFIG
+from device_model import write_config
 
 pytestmark = pytest.mark.gpu
 
 
 def test_a_gpu_that_breaks_fails_every_request_and_ends_the_engine_with_its_reason(tmp_path: Path) -> None:
     """The node that runs such an engine stops with exit code 1 (node/host)."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_config(tmp_path)
     program = Path(__file__).parent / "failing_engine.py"
     ran = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr[-3000:]

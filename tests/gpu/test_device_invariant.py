@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from device_model import BLOCK_SIZE, DEVICE, VOCABULARY, build
 
 from engine.attention.flashinfer import PLAN_BYTES, Pages
 from engine.attention.invariant import InvariantAttention
 from engine.attention.invariant_items import SPLIT
-from engine.build import BuildOptions
-from engine.build_device import DeviceEngineParts, build_device_engine
+from engine.build_device import DeviceEngineParts
 from engine.graphs.select import Costs, GraphSelector, Mode
 from engine.kernels.invariant_product import TILINGS, Tiling, agreeing_tilings, invariant_product, tiling_for
 from engine.kernels.log_softmax import log_softmax_rows
@@ -24,8 +23,8 @@ from engine.port import EngineEvent, RequestKey, SamplingParameters, Submit, Tok
 from foundation.kv_layout import HeadOrder, KvLayout
 
 pytestmark = pytest.mark.gpu
-DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LAYERS = 8, 2, 128, 16, 4
+DTYPE = torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 8, 2, 128, 4
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -195,39 +194,14 @@ def test_log_probabilities_do_not_depend_on_a_rows_place(vocabulary: int) -> Non
         assert torch.equal(alone[0], got[row])
 
 
-VOCABULARY, BLOCKS, ROWS = 1003, 900, 24
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "eos_token_id": [VOCABULARY - 1],
-    "dtype": "bfloat16",
-}
+BLOCKS, ROWS = 900, 24
 Answer = list[tuple[int, int, float | None, tuple[TokenLogprob, ...]]]
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceEngineParts]:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    options = BuildOptions(
-        model=folder,
-        load_format="dummy",
-        seed=3,
-        num_blocks=BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=ROWS,
-        max_num_batched_tokens=2048,
-        kv_layer_group=2,
-        batch_invariant=True,
-    )
-    built = build_device_engine(options, DEVICE)
+    built = build(folder, 4096, num_blocks=BLOCKS, max_num_seqs=ROWS, max_num_batched_tokens=2048, batch_invariant=True)
     yield built
     built.runner.close()
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from device_model import BLOCK_SIZE, DEVICE, LAYERS, VOCABULARY, build, decodes
 from step_plans import batch_plan
-from test_device_engine import BLOCK_SIZE, CONFIG, VOCABULARY, decodes
-from test_device_loop import DEVICE, HELD_BACK_CYCLES, build, ended, engine_over
+from test_device_loop import HELD_BACK_CYCLES, ended, engine_over
 
 from engine.build_device import DeviceEngineParts
 from engine.executor.device_runner import DeviceRunner, LaunchedOnDevice
@@ -30,7 +30,6 @@ from kv_transfer.device_copy import DeviceCopier, DevicePool
 from kv_transfer.plan.parcels import ParcelName
 
 pytestmark = pytest.mark.gpu
-LAYERS = int(str(CONFIG["num_hidden_layers"]))
 PROMPT = [7 * token % VOCABULARY for token in range(60)]
 BLOCKS = -(-len(PROMPT) // BLOCK_SIZE)
 REFERENCE, HELD = range(10, 10 + BLOCKS), range(20, 20 + BLOCKS)

@@ -3,7 +3,6 @@ flight, and no more steps or rows than there is room for."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_device_engine import BLOCK_SIZE, BLOCKS, CONFIG, VOCABULARY, decodes
+from device_model import BLOCK_SIZE, BLOCKS, VOCABULARY, build, decodes
 
-from engine.build import BuildOptions
-from engine.build_device import DeviceEngineParts, build_device_engine
+from engine.build_device import DeviceEngineParts
 from engine.executor.device_runner import DeviceRunner, LaunchedOnDevice
 from engine.executor.runner import LAUNCHED_LIMIT
 from engine.graphs.select import Choice, Mode, Reason
@@ -35,19 +33,12 @@ from engine.step import LaunchedStep, StepPlan
 from engine.trial_steps import trial_step_in_one_block
 
 pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda")
 STEPS_AT_MOST = 2000
 HELD_BACK_CYCLES = 2_000_000_000
 """About a second of an H200: longer than any host needs for what is done meanwhile."""
 CHOICES, ANSWER_TOKENS = 5, 20
 PROMPT = tuple(int(token) for token in np.random.default_rng(11).integers(0, VOCABULARY - 1, 45))
 """Two whole blocks, and 12 positions of a third that every fork copies."""
-
-
-def build(folder: Path, **options: int | float) -> DeviceEngineParts:
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    chosen: dict[str, int | float] = {"num_blocks": BLOCKS, "max_num_seqs": 24, "kv_layer_group": 2} | options
-    return build_device_engine(BuildOptions(folder, "dummy", seed=3, block_size=BLOCK_SIZE, **chosen), DEVICE)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
