@@ -36,7 +36,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := up
-.PHONY: gpu bench-gpu bench-two-gpus up test check check-style check-types check-borders check-generated fix proto contract lock bench-peer bench-router install install-dev golden \
+.PHONY: gpu bench-gpu bench-two-gpus up test check check-conflicts check-style check-types check-borders check-generated fix proto contract lock bench-peer bench-router install install-dev golden \
 	explore mutants sim sim-mutants fuzz bench-transfer bench-kill transcripts diagrams metrics
 
 VENV ?= .venv
@@ -63,7 +63,10 @@ up: install
 test: install-dev
 	@$(BIN)/python -m pytest $(ARGS)
 
-check: check-style check-types check-borders check-generated
+check: check-conflicts check-style check-types check-borders check-generated
+
+check-conflicts:
+	@! git grep -nIE '^(<{7}|>{7}) ' || { echo "these lines are left from a merge" >&2; exit 1; }
 
 check-style: install-dev
 	$(BIN)/ruff check $(ROOMS)
