@@ -22,6 +22,8 @@ NONCE_LIMIT = 1 << 40
 LONGEST_TEXT = 256
 LARGEST_DIMENSION = 1 << 12
 LARGEST_SLOT_BYTES = 1 << 40
+LONGEST_STEP_MS = 150_000
+"""A quarter of the longest silence limit that a node can be given. Who names a longer step could stand still unnoticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ def _hello(wire: transfer_pb2.Hello) -> messages.Hello:
     _need(0 < len(wire.node_id) <= LONGEST_TEXT, "node_id")
     _need(wire.session > 0, "session")
     _need(0 < wire.slot_bytes <= LARGEST_SLOT_BYTES, "slot_bytes")
+    _need(wire.step_limit_ms <= LONGEST_STEP_MS, "step_limit_ms")
     return messages.Hello(
         node_id=NodeId(wire.node_id),
         protocol_major=wire.protocol_major,

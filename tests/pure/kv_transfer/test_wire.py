@@ -16,6 +16,7 @@ from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.port import SettledToken
 from kv_transfer.protocol import messages as m
 from kv_transfer.wire import WireRefusal, read_envelope, write_envelope
+from kv_transfer.wire.reading import LONGEST_STEP_MS
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -64,7 +65,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
         fingerprint,
         layout,
         st.integers(1, 2**40),
-        seconds,
+        st.integers(0, LONGEST_STEP_MS).map(lambda ms: ms / 1000),
         text,
         st.integers(1, 2**64 - 1),
         text,
@@ -162,6 +163,12 @@ def test_what_reads_writes_again(envelope: m.Envelope) -> None:
         (
             transfer_pb2.ControlMessage(hello=transfer_pb2.Hello(node_id="d", session=1, slot_bytes=1)),
             "hello.layout.layers",
+        ),
+        (
+            transfer_pb2.ControlMessage(
+                hello=transfer_pb2.Hello(node_id="d", session=1, slot_bytes=1, step_limit_ms=LONGEST_STEP_MS + 1)
+            ),
+            "hello.step_limit_ms",
         ),
         (
             transfer_pb2.ControlMessage(
