@@ -27,6 +27,8 @@ PORTS_A_NODE = 10
 DeviceKind = Literal["cpu", "cuda"]
 SLOT_BYTES: Mapping[DeviceKind, int] = {"cpu": 4 * MIB, "cuda": 64 * MIB}
 """On a GPU a message costs as much time as many megabytes of it take to travel."""
+SENDING_SLOTS_AT_MOST = 1024
+"""Of a prefill node, which looks at all of them whenever it gathers or sends."""
 
 
 class Staging(NamedTuple):
@@ -240,6 +242,18 @@ class PrefillOptions(NodeOptions):
     staging_defaults: ClassVar[Mapping[DeviceKind, int]] = {"cpu": 256 * MIB, "cuda": 2 * GIB}
     key_file: str = option(help="file with this node's key, or with the master keys: what tickets are checked with")
     prompts_share_steps = False  # each first token is awaited by a decode node, which no other prompt here slows down
+
+    def staging_on(self, kind: DeviceKind) -> Staging:
+        """By itself no more than the sending slots that there may be. Raises ConfigurationError also where more was asked for."""
+        staging = super().staging_on(kind)
+        most_bytes = SENDING_SLOTS_AT_MOST * staging.slot_bytes
+        if self.staging_bytes is not None and self.staging_bytes > most_bytes:
+            raise ConfigurationError(
+                "--staging-bytes",
+                f"must hold at most {SENDING_SLOTS_AT_MOST} slots of --slot-bytes ({most_bytes} bytes), not "
+                f"{self.staging_bytes}; larger slots allow more",
+            )
+        return staging._replace(staging_bytes=min(staging.staging_bytes, most_bytes))
 
 
 @dataclass(frozen=True)
