@@ -17,12 +17,13 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from foundation.ids import BlockId, CreditNumber, SessionNonce
+from foundation.ids import CreditNumber, SessionNonce
 from foundation.kv_layout import KvLayout
 from kv_transfer.arena import Arena
 from kv_transfer.digest import TRAILER_BYTES, payload_digest
 from kv_transfer.plan.parcels import cut_parcels
 from kv_transfer.pool_copy import KvPool, gather_parcel, scatter_parcel
+from kv_transfer.transfer_blocks import TransferBlocks
 from kv_transfer.transport.base import Bytes, DataSession, Landed, ReceiveOutcome, SendOutcome, Sent, credit_tag
 from kv_transfer.transport.ucx import UcxTransport
 from kv_transfer.transport.ucx_environment import apply_ucx_environment, ucx_environment
@@ -135,8 +136,8 @@ def measure_copies(head_order: str, layer_group: int) -> None:
     memory = np.ones((1, blocks, layer_group, 2, *inner, layout.head_bytes), np.uint8)
     pool = KvPool(layout, (memory,), np.zeros(blocks, np.uint64))
     order = np.random.default_rng(1).permutation(blocks)[: TRANSFER_BYTES // layout.block_bytes]
-    table, arena = [BlockId(int(block)) for block in order], Arena(IN_FLIGHT, 4 << 20)
-    parcels = cut_parcels(0, len(table) * 16, layout, layout, 4 << 20)
+    table, arena = TransferBlocks.of(order), Arena(IN_FLIGHT, 4 << 20)
+    parcels = cut_parcels(0, len(order) * 16, layout, layout, 4 << 20)
     steps: dict[str, Callable[..., object]] = {
         "gather": lambda parcel, payload: gather_parcel(pool, table, parcel, payload),
         "digest": lambda parcel, payload: payload_digest(1, payload),

@@ -41,6 +41,7 @@ from kv_transfer.protocol.decode_side import handle
 from kv_transfer.protocol.decode_turn import DecodeSide
 from kv_transfer.pump import Pump
 from kv_transfer.staging import AnyPool, Copier, DigestMismatch, Scatter, Scattered, digest_kind, slot_memory
+from kv_transfer.transfer_blocks import NO_BLOCKS, TransferBlocks
 from kv_transfer.transport.base import (
     Landed,
     ReceiveCancelled,
@@ -69,7 +70,7 @@ class _Inbound:
 
     request: BeginTransfer
     begun_s: float
-    block_ids: tuple[BlockId, ...] = ()
+    blocks: TransferBlocks = NO_BLOCKS
     seeds: DigestSeeds | None = None
     lane: str = ""
     landed_parcels: int = 0
@@ -169,7 +170,7 @@ class DecodeDriver:
     ) -> None:
         inbound = self._inbound.get(transfer)
         if inbound is not None:
-            inbound.block_ids = tuple(block_ids)
+            inbound.blocks = TransferBlocks.of(block_ids)
             self._pump.emit(on.Reserved(transfer, from_position, end_position))
 
     def unavailable(self, transfer: TransferId, reason: str) -> None:
@@ -296,7 +297,7 @@ class DecodeDriver:
         inbound = self._inbound[effect.transfer]
         payload_bytes = effect.parcel.wire_bytes(self._side.local.layout)
         job = Scatter(
-            block_ids=inbound.block_ids,
+            blocks=inbound.blocks,
             parcel=effect.parcel,
             seed=self._seeds(effect, inbound).seed(effect.credit, effect.parcel, payload_bytes),
             message=self._landings.message(effect.session, effect.slot, payload_bytes),

@@ -21,7 +21,7 @@ Must not know: models, engines, sessions, the protocol's states.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,6 @@ import triton.language as tl
 from foundation.kv_layout import KvLayout
 from kv_transfer.device_digest import FIRST_MULTIPLIER, GOLDEN, SECOND_MULTIPLIER
 from kv_transfer.plan.parcels import ParcelName
-from kv_transfer.plan.regions import source_region
 
 WORD_BYTES = 8
 ALIGNED_BYTES = 16
@@ -107,6 +106,15 @@ def _all_owned(blocks, expected, owner_words, count, TILE: tl.constexpr):
     return tl.max(changed, axis=0) == 0
 
 
+@triton.jit
+def _blocks_of(blocks, tile, first_position, positions, runs, BLOCK_SIZE: tl.constexpr, POSITIONS: tl.constexpr):
+    """Where a tile's positions lie. `blocks` may be the host's memory, a microsecond away: loaded one tile ahead, that does not
+    show."""
+    step = (tile % runs) * POSITIONS + tl.arange(0, POSITIONS)
+    place = (first_position + step) // BLOCK_SIZE - first_position // BLOCK_SIZE
+    return tl.load(blocks + place, mask=step < positions, other=0).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=_NEVER_SPECIAL, do_not_specialize_on_alignment=_NEVER_ALIGNED)
 def _copy(
     pool,
@@ -142,16 +150,19 @@ def _copy(
     """
     seed = tl.load(seed_pointer).to(tl.uint64, bitcast=True)
     runs = tl.cdiv(positions, POSITIONS)
+    following = _blocks_of(blocks, tl.program_id(0), first_position, positions, runs, BLOCK_SIZE, POSITIONS)
     lane = tl.arange(0, LANES)[None, None, :]
     head = tl.arange(0, HEADS)[None, :, None]
     sums = tl.zeros((POSITIONS, HEADS, LANES), tl.uint64)
-    base = first_position // BLOCK_SIZE
     for tile in range(tl.program_id(0), runs * side_count, tl.num_programs(0)):
         side = tile // runs
         step = (tile % runs) * POSITIONS + tl.arange(0, POSITIONS)
         inside = (step < positions)[:, None, None] & (head < heads) & (lane < ROW_WORDS)
         position = first_position + step
-        block = tl.load(blocks + position // BLOCK_SIZE - base, mask=step < positions, other=0).to(tl.int64)
+        block = following
+        following = _blocks_of(
+            blocks, tile + tl.num_programs(0), first_position, positions, runs, BLOCK_SIZE, POSITIONS
+        )
         cell = block * BLOCK_STRIDE + side.to(tl.int64) * SIDE_STRIDE + (position % BLOCK_SIZE) * POSITION_STRIDE
         pool_place = pool + cell[:, None, None] + (first_head + head) * HEAD_STRIDE + lane
         wire_row = (side.to(tl.int64) * positions + step)[:, None, None] * heads + head
@@ -184,7 +195,8 @@ def _copy(
 @dataclass(frozen=True, slots=True)
 class ParcelPlace:
     """Addresses of what one copy reads and writes: `message` (payload and trailer), `blocks` (int32, those that cover the
-    parcel's positions), `expected` (int64, their owner words), `seed` (int64), `outcome` (int64 [2], may be pinned memory)."""
+    parcel's positions), `expected` (int64, their owner words), `seed` (int64), `outcome` (int64 [2]). All but the message may be
+    pinned memory."""
 
     message: int
     blocks: int
@@ -192,6 +204,14 @@ class ParcelPlace:
     seed: int
     outcome: int
     block_count: int
+
+
+class _Kernel(NamedTuple):
+    """For one number of heads. Those that round up to the same power of two are compiled once."""
+
+    compiled: Any
+    constants: tuple[int | bool, ...]
+    tile_positions: int
 
 
 class DeviceCopier:
@@ -210,7 +230,7 @@ class DeviceCopier:
         place = self._strides[4:6] if heads_first else self._strides[5:3:-1]
         self._shape = (self._strides[1], self._strides[3], *place, pool.layout.block_size, words.shape[-1])
         self._scratch = torch.zeros(4, dtype=torch.int64, device=pool.memory.device)
-        self._kernels: dict[tuple[bool, int], Any] = {}
+        self._kernels: dict[tuple[bool, int], _Kernel] = {}
 
     def gather(
         self,
@@ -236,14 +256,14 @@ class DeviceCopier:
     def run(self, parcel: ParcelName, place: ParcelPlace, *, gather: bool) -> None:
         assert place.message % ALIGNED_BYTES == 0, f"a message at {place.message:#x}"
         layout = self._pool.layout
-        region = source_region(parcel, layout)
+        group, first_layer = divmod(parcel.first_layer, layout.layer_group)
+        layers = parcel.end_layer - parcel.first_layer
+        assert first_layer + layers <= layout.layer_group, f"{parcel} straddles a layer group"
         heads = parcel.end_head - parcel.first_head
-        side_count = 2 * (parcel.end_layer - parcel.first_layer)
-        head_lanes, tile_positions = self._tile(heads)
-        programs = min(self._programs, -(-parcel.positions // tile_positions) * side_count)
-        start = region.group * self._strides[0] + region.first_layer * self._strides[2]
-        kernel = self._kernels.get((gather, head_lanes)) or self._compiled(gather, heads)
-        kernel[(programs, 1, 1)](
+        kernel = self._kernels.get((gather, heads)) or self._compiled(gather, heads)
+        programs = min(self._programs, -(-parcel.positions // kernel.tile_positions) * 2 * layers)
+        start = group * self._strides[0] + first_layer * self._strides[2]
+        kernel.compiled[(programs, 1, 1)](
             self._start + start * WORD_BYTES,
             place.message,
             place.blocks,
@@ -256,10 +276,10 @@ class DeviceCopier:
             parcel.wire_bytes(layout),
             parcel.first_position,
             parcel.positions,
-            region.first_head,
+            parcel.first_head,
             heads,
-            side_count,
-            *self._constants(gather, head_lanes, tile_positions),
+            2 * layers,
+            *kernel.constants,
         )
 
     def compile(self, heads: int) -> None:
@@ -267,24 +287,17 @@ class DeviceCopier:
         self._compiled(True, heads)
         self._compiled(False, heads)
 
-    def _tile(self, heads: int) -> tuple[int, int]:
-        """Lanes for heads, and positions of a tile."""
-        head_lanes = triton.next_power_of_2(heads)
-        return head_lanes, max(1, TILE_WORDS // (triton.next_power_of_2(self._shape[-1]) * head_lanes))
-
-    def _constants(self, gather: bool, head_lanes: int, tile_positions: int) -> tuple[int | bool, ...]:
-        lanes = triton.next_power_of_2(self._shape[-1])
-        return (*self._shape, lanes, head_lanes, tile_positions, gather, self._digests)
-
-    def _compiled(self, gather: bool, heads: int) -> Any:
+    def _compiled(self, gather: bool, heads: int) -> _Kernel:
         """For a pool and a message at multiples of 16, as the tensors that stand for them here are."""
-        head_lanes, tile_positions = self._tile(heads)
+        lanes = triton.next_power_of_2(self._shape[-1])
+        head_lanes = triton.next_power_of_2(heads)
+        tile_positions = max(1, TILE_WORDS // (lanes * head_lanes))
+        constants = (*self._shape, lanes, head_lanes, tile_positions, gather, self._digests)
         words, owners, scratch = self._pool.words(), self._pool.owner_words, self._scratch
         blocks = scratch.view(torch.int32)
         pointers = (words, scratch, blocks, scratch, owners, scratch, scratch[1:], scratch[1:])
-        constants = self._constants(gather, head_lanes, tile_positions)
-        kernel = _copy.warmup(*pointers, *(16,) * len(_NEVER_SPECIAL), *constants, grid=(1,), num_warps=8)
-        self._kernels[gather, head_lanes] = kernel
+        compiled = _copy.warmup(*pointers, *(16,) * len(_NEVER_SPECIAL), *constants, grid=(1,), num_warps=8)
+        kernel = self._kernels[gather, heads] = _Kernel(compiled, constants, tile_positions)
         return kernel
 
 

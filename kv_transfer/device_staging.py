@@ -1,8 +1,8 @@
 """The verified copies of a node whose KV pool is on a GPU, and its slots: what `staging` does for a host.
 
 A copy is one kernel on a stream of lower priority than the engine's. It reads what the host knows (blocks, owner words, seed)
-from a place of its own, written before it is launched, and says how it went in pinned memory: nothing is copied back, and
-several may be on their way at once.
+from a place of its own in pinned memory, and says there how it went: nothing is copied to or fro, and several may be on their way
+at once.
 
 Invariants: a place is used again only after its copy has ended; nothing counts as scattered whose digest does not agree.
 
@@ -11,10 +11,10 @@ Must not know: models, engines, sessions, the protocol's states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from foundation.kv_layout import KvLayout
@@ -32,7 +32,7 @@ COPY_PRIORITY = 0
 """The lowest; the engine's is above it."""
 
 WORD_BYTES = 8
-_DIGEST, _TRAILER = 0, 1
+_SEED, _DIGEST, _TRAILER, _BLOCKS = 0, 1, 2, 3
 
 
 class DeviceStaging:
@@ -71,64 +71,60 @@ class DeviceCopies:
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=COPY_PRIORITY))  # type: ignore[no-untyped-call]
         self._copier = DeviceCopier(pool)
         self._copier.compile(pool.layout.kv_heads)
-        self._places = [_Place(pool.memory.shape[1], device) for _ in range(AT_ONCE)]
+        self._places = [_Place(pool.memory.shape[1]) for _ in range(AT_ONCE)]
         self._begun = 0
 
     def gather(self, job: Gather) -> Begun[Gathered]:
-        place = self._begin(job, job.owner_words, gather=True)
+        place = self._begin(job, gather=True)
         return Begun(place.ended.query, partial(_gathered, place))
 
     def scatter(self, job: Scatter) -> Begun[Scattered | DigestMismatch]:
-        place = self._begin(job, (), gather=False)
+        place = self._begin(job, gather=False)
         return Begun(place.ended.query, partial(_scattered, place))
 
-    def _begin(self, job: Gather | Scatter, owner_words: Sequence[int], *, gather: bool) -> _Place:
+    def _begin(self, job: Gather | Scatter, *, gather: bool) -> _Place:
         payload_bytes = job.parcel.wire_bytes(self._layout)
         message = on_device(job.message)
         assert message.size == payload_bytes + WORD_BYTES, f"{message.size} bytes for {job.parcel}"
         place = self._places[self._begun % AT_ONCE]
         self._begun += 1
-        block_size = self._layout.block_size
-        first, end = job.parcel.first_position // block_size, -(-job.parcel.end_position // block_size)
-        where = place.write(job.seed, job.block_ids[first:end], owner_words[first:end], message.address)
+        part = job.blocks.covering(job.parcel, self._layout.block_size)
+        where = place.write(job.seed, job.blocks.ids[part], job.blocks.owner_words[part], message.address)
         self._copier.run(job.parcel, where, gather=gather)
         place.ended.record()
         return place
 
 
 class _Place:
-    """What one copy is told and tells: seed, owner words, block ids; digest, trailer."""
+    """What one copy is told and tells, in pinned memory: its seed; the digest, the trailer; owner words, block ids."""
 
-    def __init__(self, blocks: int, device: torch.device) -> None:
-        words = 2 + blocks + -(-blocks // 2)
-        self._pinned = torch.zeros(words, dtype=torch.int64, pin_memory=True)
-        self._words = self._pinned.numpy()
-        self._device = torch.zeros(words, dtype=torch.int64, device=device)
-        self._outcome = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        self._told = self._outcome.numpy().view(np.uint64)
+    def __init__(self, blocks: int) -> None:
+        self._pinned = torch.zeros(_BLOCKS + blocks + -(-blocks // 2), dtype=torch.int64, pin_memory=True)
+        self._words = self._pinned.numpy().view(np.uint64)
+        self._start = self._pinned.data_ptr()
         self.ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def write(self, seed: int, blocks: Sequence[int], owners: Sequence[int], message: int) -> ParcelPlace:
-        count = len(blocks)
-        self._words[0] = seed - (1 << 64) if seed >> 63 else seed
-        self._words[2 : 2 + len(owners)] = np.asarray(owners, np.uint64).view(np.int64)
-        self._words[2 + count :].view(np.int32)[:count] = blocks
-        used = 2 + count + -(-count // 2)
-        self._device[:used].copy_(self._pinned[:used], non_blocking=True)
-        start = self._device.data_ptr()
+    def write(
+        self, seed: int, ids: npt.NDArray[np.int64], owner_words: npt.NDArray[np.uint64], message: int
+    ) -> ParcelPlace:
+        """`owner_words` may be none; the ids lie behind as many words as there are ids."""
+        self._words[_SEED] = seed
+        ids_at = _BLOCKS + len(ids)
+        self._words[_BLOCKS : _BLOCKS + len(owner_words)] = owner_words
+        self._words[ids_at:].view(np.int32)[: len(ids)] = ids
         return ParcelPlace(
             message=message,
-            blocks=start + WORD_BYTES * (2 + count),
-            expected=start + WORD_BYTES * 2,
-            seed=start,
-            outcome=self._outcome.data_ptr(),
-            block_count=count,
+            blocks=self._start + WORD_BYTES * ids_at,
+            expected=self._start + WORD_BYTES * _BLOCKS,
+            seed=self._start + WORD_BYTES * _SEED,
+            outcome=self._start + WORD_BYTES * _DIGEST,
+            block_count=len(ids),
         )
 
     def outcome(self) -> tuple[int, int]:
         """Digest and trailer. Waits for the copy; raises RuntimeError when the GPU has failed."""
         self.ended.synchronize()
-        return int(self._told[_DIGEST]), int(self._told[_TRAILER])
+        return int(self._words[_DIGEST]), int(self._words[_TRAILER])
 
 
 def _gathered(place: _Place) -> Gathered:

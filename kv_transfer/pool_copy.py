@@ -13,17 +13,16 @@ Must not know: slots, digests, threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
-from foundation.ids import BlockId
 from foundation.kv_layout import KvLayout
 from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.plan.regions import Region, source_region, target_regions
+from kv_transfer.transfer_blocks import TransferBlocks
 from kv_transfer.transport.base import Bytes
 
 Index = npt.NDArray[np.int64]
@@ -48,30 +47,27 @@ class KvPool:
             assert shard.shape[-1] == self.layout.head_bytes, f"shard {shard.shape} for {self.layout}"
 
 
-def gather_parcel(pool: KvPool, block_ids: Sequence[BlockId], parcel: ParcelName, payload: Bytes) -> None:
-    """Copy the parcel out of the blocks that cover positions [0, ...) in order. `payload` is exactly its wire bytes."""
+def gather_parcel(pool: KvPool, blocks: TransferBlocks, parcel: ParcelName, payload: Bytes) -> None:
+    """Copy the parcel out of the transfer's blocks. `payload` is exactly its wire bytes."""
     region = source_region(parcel, pool.layout)
     shard = pool.shards[region.shard]
-    item_bytes, index = _items(shard.shape, region, parcel_blocks(block_ids, parcel, pool.layout), parcel, pool.layout)
+    item_bytes, index = _items(shard.shape, region, _ids(blocks, parcel, pool.layout), parcel, pool.layout)
     items = payload.view(f"V{item_bytes}")
     np.take(shard.reshape(-1).view(items.dtype), index, out=items, mode="clip")
 
 
-def scatter_parcel(pool: KvPool, block_ids: Sequence[BlockId], parcel: ParcelName, payload: Bytes) -> None:
-    """Copy the parcel into those blocks, in every shard that holds its heads."""
-    blocks = parcel_blocks(block_ids, parcel, pool.layout)
+def scatter_parcel(pool: KvPool, blocks: TransferBlocks, parcel: ParcelName, payload: Bytes) -> None:
+    """Copy the parcel into the transfer's blocks, in every shard that holds its heads."""
+    ids = _ids(blocks, parcel, pool.layout)
     for region in target_regions(parcel, pool.layout):
         shard = pool.shards[region.shard]
-        item_bytes, index = _items(shard.shape, region, blocks, parcel, pool.layout)
+        item_bytes, index = _items(shard.shape, region, ids, parcel, pool.layout)
         items = payload.view(f"V{item_bytes}")
         shard.reshape(-1).view(items.dtype)[index] = items
 
 
-def parcel_blocks(block_ids: Sequence[BlockId], parcel: ParcelName, layout: KvLayout) -> Index:
-    """Ids of the blocks that hold the parcel's positions."""
-    first, end = parcel.first_position // layout.block_size, -(-parcel.end_position // layout.block_size)
-    assert end <= len(block_ids), f"{parcel} ends beyond {len(block_ids)} blocks of {layout.block_size}"
-    return np.asarray(block_ids[first:end], np.int64)
+def _ids(blocks: TransferBlocks, parcel: ParcelName, layout: KvLayout) -> Index:
+    return blocks.ids[blocks.covering(parcel, layout.block_size)]
 
 
 def _items(

@@ -45,6 +45,7 @@ from kv_transfer.protocol.sending import SendingState, new_sending_slots
 from kv_transfer.pump import Pump
 from kv_transfer.staging import AnyPool, Copier, Gather, Gathered, digest_kind, slot_memory
 from kv_transfer.ticket import TicketGate
+from kv_transfer.transfer_blocks import NO_BLOCKS, TransferBlocks
 from kv_transfer.transport.base import (
     Bytes,
     DataSession,
@@ -72,8 +73,7 @@ class _Outbound:
 
     request: PrefillRequest
     begun_s: float
-    block_ids: tuple[BlockId, ...] = ()
-    owner_words: tuple[int, ...] = ()
+    blocks: TransferBlocks = NO_BLOCKS
     seeds: DigestSeeds | None = None
 
 
@@ -188,7 +188,7 @@ class PrefillDriver:
     ) -> None:
         outbound = self._outbound.get(transfer)
         if outbound is not None:
-            outbound.block_ids, outbound.owner_words = tuple(block_ids), tuple(owner_words)
+            outbound.blocks = TransferBlocks.of(block_ids, owner_words)
             self._pump.emit(on.PrefillReserved(transfer, cached_positions, expected_positions))
 
     def layers_computed(self, transfer: TransferId, positions: int, end_layer: int) -> None:
@@ -307,8 +307,7 @@ class PrefillDriver:
         outbound = self._outbound[effect.transfer]
         payload_bytes = effect.parcel.wire_bytes(self._side.local.layout)
         job = Gather(
-            block_ids=outbound.block_ids,
-            owner_words=outbound.owner_words,
+            blocks=outbound.blocks,
             parcel=effect.parcel,
             seed=self._seeds(effect, outbound).seed(effect.credit, effect.parcel, payload_bytes),
             message=self._arena.message(effect.slot, payload_bytes),

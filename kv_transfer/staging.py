@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -25,13 +25,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from foundation.ids import BlockId
 from foundation.kv_layout import KvLayout
 from kv_transfer.arena import HostSlots, SlotMemory, slot_stride
 from kv_transfer.digest import KIND as HOST_DIGEST
 from kv_transfer.digest import TRAILER_BYTES, payload_digest
 from kv_transfer.plan.parcels import ParcelName
-from kv_transfer.pool_copy import KvPool, gather_parcel, parcel_blocks, scatter_parcel
+from kv_transfer.pool_copy import KvPool, gather_parcel, scatter_parcel
+from kv_transfer.transfer_blocks import TransferBlocks
 from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.cuda_memory import CudaDevice
 
@@ -42,13 +42,12 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """P: read one parcel out of the blocks that cover positions [0, ...) in order, if they still have these owners.
+    """P: read one parcel out of a transfer's blocks, if they still have the owners that it names.
 
     `message` is exactly payload + digest long.
     """
 
-    block_ids: Sequence[BlockId]
-    owner_words: Sequence[int]
+    blocks: TransferBlocks
     parcel: ParcelName
     seed: int
     message: Bytes
@@ -64,9 +63,9 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """D: verify one parcel and write it into the blocks that cover positions [0, ...) in order."""
+    """D: verify one parcel and write it into a transfer's blocks."""
 
-    block_ids: Sequence[BlockId]
+    blocks: TransferBlocks
     parcel: ParcelName
     seed: int
     message: Bytes
@@ -90,7 +89,7 @@ def gather(pool: KvPool, job: Gather) -> Gathered:
     payload = job.message[:-TRAILER_BYTES]
     assert payload.size == job.parcel.wire_bytes(pool.layout), f"{payload.size} bytes for {job.parcel}"
     owned = _owned(pool, job)
-    gather_parcel(pool, job.block_ids, job.parcel, payload)
+    gather_parcel(pool, job.blocks, job.parcel, payload)
     digest = payload_digest(job.seed, payload)
     intact = owned and _owned(pool, job)
     if not intact:
@@ -107,15 +106,13 @@ def scatter(pool: KvPool, job: Scatter) -> Scattered | DigestMismatch:
     computed = payload_digest(job.seed, payload)
     if computed != received:
         return DigestMismatch(computed, received)
-    scatter_parcel(pool, job.block_ids, job.parcel, payload)
+    scatter_parcel(pool, job.blocks, job.parcel, payload)
     return Scattered(computed)
 
 
 def _owned(pool: KvPool, job: Gather) -> bool:
-    block_size = pool.layout.block_size
-    first, end = job.parcel.first_position // block_size, -(-job.parcel.end_position // block_size)
-    expected = np.asarray(job.owner_words[first:end], np.uint64)
-    return np.array_equal(pool.owner_words[parcel_blocks(job.block_ids, job.parcel, pool.layout)], expected)
+    part = job.blocks.covering(job.parcel, pool.layout.block_size)
+    return np.array_equal(pool.owner_words[job.blocks.ids[part]], job.blocks.owner_words[part])
 
 
 @dataclass(frozen=True, slots=True)

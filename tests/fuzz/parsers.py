@@ -27,7 +27,7 @@ from foundation.api_keys import ApiKeyStore, Scope, add_api_key, read_api_keys
 from foundation.config import Setting, build
 from foundation.errors import ConfigurationError
 from foundation.fingerprint import Fingerprint
-from foundation.ids import AttemptId, BlockId, CreditNumber, Incarnation, NodeId, RequestId, SessionNonce, TransferId
+from foundation.ids import AttemptId, CreditNumber, Incarnation, NodeId, RequestId, SessionNonce, TransferId
 from foundation.keys import NodeKey, NodeKeys, draw_master_keys, read_key_file, write_key_file
 from foundation.kv_layout import KvLayout
 from foundation.option_sources import _from_file
@@ -38,6 +38,7 @@ from kv_transfer.pool_copy import KvPool
 from kv_transfer.port import SettledToken
 from kv_transfer.protocol import messages as m
 from kv_transfer.staging import Scatter, Scattered, scatter
+from kv_transfer.transfer_blocks import TransferBlocks
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.rendezvous import MAGIC, read_call
 from kv_transfer.wire.reading import WireRefusal, read_envelope
@@ -113,7 +114,7 @@ def _parcel(raw: bytes) -> bool:
     message = np.frombuffer(raw, np.uint8)
     if message.size != PARCEL.wire_bytes(LAYOUT) + TRAILER_BYTES:
         return False
-    outcome = scatter(pool, Scatter((BlockId(1),), PARCEL, 99, message))
+    outcome = scatter(pool, Scatter(TransferBlocks.of([1]), PARCEL, 99, message))
     assert isinstance(outcome, Scattered) or not memory.any(), "a parcel that was refused has been written"
     return isinstance(outcome, Scattered)
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from foundation.ids import BlockId
 from foundation.kv_layout import HeadOrder, KvLayout
 from kv_transfer.device_copy import DeviceCopier, DevicePool
 from kv_transfer.device_digest import MASK, payload_digest
 from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.pool_copy import KvPool, gather_parcel, scatter_parcel
+from kv_transfer.transfer_blocks import TransferBlocks
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -31,12 +31,12 @@ class World:
         inner = (KV_HEADS, BLOCK_SIZE) if head_order == "HND" else (BLOCK_SIZE, KV_HEADS)
         self.shape = (LAYERS // layer_group, 40, layer_group, 2, *inner, HEAD_DIM)
         self.parcel = parcel
-        self.block_ids = [BlockId(block) for block in np.random.default_rng(3).permutation(40)[:6].tolist()]
-        first, end = parcel.first_position // BLOCK_SIZE, -(-parcel.end_position // BLOCK_SIZE)
-        self.blocks = torch.tensor(self.block_ids[first:end], dtype=torch.int32, device=DEVICE)
+        self.all_blocks = TransferBlocks.of(np.random.default_rng(3).permutation(40)[:6].tolist())
+        part = self.all_blocks.ids[self.all_blocks.covering(parcel, BLOCK_SIZE)]
+        self.blocks = torch.from_numpy(part.astype(np.int32)).pin_memory()
         self.words = torch.arange(100, 140).pin_memory()
-        self.expected = self.words[self.blocks.cpu().long()].to(DEVICE)
-        self.seed = torch.tensor([SEED], device=DEVICE)
+        self.expected = self.words[self.blocks.long()].pin_memory()
+        self.seed = torch.tensor([SEED]).pin_memory()
         self.payload_bytes = parcel.wire_bytes(self.layout)
         self.message = torch.zeros(self.payload_bytes + 8, dtype=torch.uint8, device=DEVICE)
 
@@ -59,7 +59,7 @@ def test_device_copies_move_the_host_copies_bytes_and_give_the_defined_digest(
     memory = torch.randn(world.shape, device=DEVICE).bfloat16()
     DeviceCopier(world.pool(memory)).gather(parcel, world.blocks, world.expected, world.seed, world.message)
     payload = np.zeros(world.payload_bytes, np.uint8)
-    gather_parcel(world.host_pool(memory), world.block_ids, parcel, payload)
+    gather_parcel(world.host_pool(memory), world.all_blocks, parcel, payload)
     assert np.array_equal(world.message[: world.payload_bytes].cpu().numpy(), payload)
     assert world.digest() == payload_digest(SEED & MASK, payload)
 
@@ -68,7 +68,7 @@ def test_device_copies_move_the_host_copies_bytes_and_give_the_defined_digest(
     outcome = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     DeviceCopier(world.pool(target)).scatter(parcel, world.blocks, world.seed, world.message, outcome)
     assert int(outcome[0]) & MASK == world.digest()
-    scatter_parcel(expected_pool, world.block_ids, parcel, payload)
+    scatter_parcel(expected_pool, world.all_blocks, parcel, payload)
     assert np.array_equal(world.host_pool(target).shards[0], expected_pool.shards[0])
 
 

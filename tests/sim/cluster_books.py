@@ -19,7 +19,6 @@ from engine.request import Stage
 from foundation.ids import CreditNumber, TransferId
 from kv_transfer import staging
 from kv_transfer.driver import ParcelStage
-from kv_transfer.pool_copy import parcel_blocks
 from kv_transfer.protocol import effects as do
 from kv_transfer.protocol import events as on
 from kv_transfer.protocol.credit import SlotState
@@ -84,7 +83,7 @@ class Books:
         if life.engine.status().failed is not None:
             return  # a broken engine keeps its blocks as they are, and hands none out any more
         state = life.engine.engine.scheduler._state
-        written = {int(block) for block in parcel_blocks(job.block_ids, job.parcel, life.machine.layout)}
+        written = set(job.blocks.ids[job.blocks.covering(job.parcel, life.machine.layout.block_size)].tolist())
         owners = [request for request in state.requests.values() if written & set(request.blocks)]
         self.require(
             len(owners) == 1 and owners[0].stage is Stage.RESERVED and written <= set(owners[0].blocks),
@@ -152,11 +151,11 @@ class Books:
         if isinstance(effect, do.NodeCommitted):
             self.require(transfer in self._sealed, f"I5: {process} commits {transfer}, which P has not sealed")
         inbound = driver._inbound.get(transfer)
-        if positions == 0 or inbound is None or not inbound.block_ids:
+        if positions == 0 or inbound is None or not len(inbound.blocks.ids):
             return
         life = self.lives[process]
         history = (inbound.request.prompt + inbound.request.settled)[:positions]
-        stands = ToyPool(life.storage).read(np.array(inbound.block_ids, np.int32), positions)
+        stands = ToyPool(life.storage).read(inbound.blocks.ids.astype(np.int32), positions)
         should = toy_kv(history, np.arange(positions), life.machine.layout)
         self.require(np.array_equal(stands, should), f"I2: {positions} positions of {transfer} count, but differ")
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundation.ids import BlockId
 from foundation.kv_layout import KvLayout
 from foundation.kv_shards import shard_shape, shards
 from kv_transfer.plan.parcels import (
@@ -20,6 +19,7 @@ from kv_transfer.plan.parcels import (
 )
 from kv_transfer.plan.regions import source_region, target_regions
 from kv_transfer.pool_copy import KvPool, gather_parcel, scatter_parcel
+from kv_transfer.transfer_blocks import TransferBlocks
 
 HEAD_DIM = 2
 ELEMENT_BYTES = 4
@@ -130,8 +130,8 @@ def test_what_lands_is_what_was_there_whatever_the_layouts(
     source_pool, target_pool = as_pool(source, source_arrays), as_pool(target, target_arrays)
     for parcel in cut_parcels(from_position, end_position, source, target, slot_bytes):
         wire = np.empty(parcel.wire_bytes(source), np.uint8)
-        gather_parcel(source_pool, [BlockId(block) for block in source_blocks], parcel, wire)
-        scatter_parcel(target_pool, [BlockId(block) for block in target_blocks], parcel, wire)
+        gather_parcel(source_pool, TransferBlocks.of(source_blocks), parcel, wire)
+        scatter_parcel(target_pool, TransferBlocks.of(target_blocks), parcel, wire)
     for landed, wanted in zip(sides[1][1], expected, strict=True):
         np.testing.assert_array_equal(landed, wanted)
 

@@ -9,11 +9,11 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundation.ids import BlockId
 from foundation.kv_layout import KvLayout
 from foundation.kv_shards import shards
 from kv_transfer.plan.parcels import ParcelName, cut_parcels
 from kv_transfer.pool_copy import KvPool, gather_parcel, scatter_parcel
+from kv_transfer.transfer_blocks import TransferBlocks
 
 LAYERS, HEADS, HEAD_DIM = 6, 3, 2
 
@@ -42,13 +42,13 @@ def empty_pool(layout: KvLayout, blocks: int) -> KvPool:
 
 
 def places(
-    pool: KvPool, block_ids: list[BlockId], parcel: ParcelName
+    pool: KvPool, blocks: TransferBlocks, parcel: ParcelName
 ) -> Iterator[tuple[tuple[int, ...], Iterator[npt.NDArray[np.uint8]]]]:
     """For each (layer, K or V, position, head) of the parcel: the head's bytes in every shard that holds it."""
     layout = pool.layout
 
     def copies(layer: int, kv: int, position: int, head: int) -> Iterator[npt.NDArray[np.uint8]]:
-        block, offset = block_ids[position // layout.block_size], position % layout.block_size
+        block, offset = blocks.ids[position // layout.block_size], position % layout.block_size
         for shard, array in zip(shards(layout), pool.shards, strict=True):
             if shard.first_layer <= layer < shard.end_layer and shard.first_head <= head < shard.end_head:
                 group, inside = divmod(layer - shard.first_layer, array.shape[2])
@@ -81,7 +81,7 @@ def test_what_lands_is_what_was_there_and_nothing_else_changes(
     for layout in (source, target):
         blocks = -(-end // layout.block_size)
         pool = empty_pool(layout, blocks + 3)
-        tables.append([BlockId(int(block)) for block in random.permutation(blocks + 3)[:blocks]])
+        tables.append(TransferBlocks.of(random.permutation(blocks + 3)[:blocks]))
         for array in pool.shards:
             array[...] = random.integers(0, 256, array.shape, dtype=np.uint8)
         pools.append(pool)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foundation.fingerprint import Fingerprint
-from foundation.ids import BlockId, CreditNumber, Incarnation, RequestId, SessionNonce, TransferId
+from foundation.ids import CreditNumber, Incarnation, RequestId, SessionNonce, TransferId
 from foundation.kv_layout import KvLayout
 from kv_transfer import pool_copy, staging
 from kv_transfer.arena import Arena, HostSlots, StagingMemory, slot_stride
@@ -18,13 +18,15 @@ from kv_transfer.digest import DigestSeeds, TokenHistory
 from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.staging import Begun, Copier, DigestMismatch, Gather, Gathered, Scatter, Scattered, gather, scatter
+from kv_transfer.transfer_blocks import TransferBlocks
 from kv_transfer.transport.base import Fenced, mint_fence
 from kv_transfer.transport.cuda_memory import DeviceBytes
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=4, dtype="float32", block_size=4, layer_group=2)
 PARCEL = ParcelName(0, 8, 0, 2, 0, 2)
-BLOCKS = [BlockId(3), BlockId(1)]
-OWNERS = [33, 11]
+BLOCKS = [3, 1]
+OURS = TransferBlocks.of(BLOCKS, [33, 11])
+THEIRS = TransferBlocks.of(BLOCKS)
 FINGERPRINT = Fingerprint("w", "llama", "t", 10, "float32", "none", "r", 1)
 
 
@@ -36,14 +38,14 @@ def pool(seed: int) -> KvPool:
 
 def gather_job(seed: int = 5) -> Gather:
     size = PARCEL.wire_bytes(LAYOUT)
-    return Gather(BLOCKS, OWNERS, PARCEL, seed, Arena(2, size).message(0, size))
+    return Gather(OURS, PARCEL, seed, Arena(2, size).message(0, size))
 
 
 def test_a_gathered_parcel_verifies_and_lands_in_its_blocks() -> None:
     source, target, job = pool(1), pool(2), gather_job()
     gathered = gather(source, job)
     assert gathered.intact
-    assert scatter(target, Scatter(BLOCKS, PARCEL, 5, job.message)) == Scattered(gathered.digest)
+    assert scatter(target, Scatter(THEIRS, PARCEL, 5, job.message)) == Scattered(gathered.digest)
     assert np.array_equal(source.shards[0][0, BLOCKS], target.shards[0][0, BLOCKS])
 
 
@@ -53,14 +55,14 @@ def test_one_flipped_bit_is_refused_and_nothing_is_written(place: int) -> None:
     gather(source, job)
     job.message[place] ^= 1
     before = target.shards[0].copy()
-    assert isinstance(scatter(target, Scatter(BLOCKS, PARCEL, 5, job.message)), DigestMismatch)
+    assert isinstance(scatter(target, Scatter(THEIRS, PARCEL, 5, job.message)), DigestMismatch)
     assert np.array_equal(target.shards[0], before)
 
 
 def test_a_parcel_of_another_seed_is_refused() -> None:
     source, target, job = pool(1), pool(2), gather_job()
     gather(source, job)
-    assert isinstance(scatter(target, Scatter(BLOCKS, PARCEL, 6, job.message)), DigestMismatch)
+    assert isinstance(scatter(target, Scatter(THEIRS, PARCEL, 6, job.message)), DigestMismatch)
 
 
 def test_f39_a_block_that_had_another_owner_before_the_gather_poisons_the_digest() -> None:
@@ -68,7 +70,7 @@ def test_f39_a_block_that_had_another_owner_before_the_gather_poisons_the_digest
     source.owner_words[BLOCKS[1]] = 99
     gathered = gather(source, job)
     assert not gathered.intact
-    assert isinstance(scatter(target, Scatter(BLOCKS, PARCEL, 5, job.message)), DigestMismatch)
+    assert isinstance(scatter(target, Scatter(THEIRS, PARCEL, 5, job.message)), DigestMismatch)
 
 
 def test_f39_a_block_that_changes_owner_during_the_gather_poisons_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +83,7 @@ def test_f39_a_block_that_changes_owner_during_the_gather_poisons_the_digest(mon
 
     monkeypatch.setattr(staging, "gather_parcel", gather_and_lose)
     assert not gather(source, job).intact
-    assert isinstance(scatter(target, Scatter(BLOCKS, PARCEL, 5, job.message)), DigestMismatch)
+    assert isinstance(scatter(target, Scatter(THEIRS, PARCEL, 5, job.message)), DigestMismatch)
 
 
 def test_the_seed_depends_on_everything_that_names_the_parcel() -> None:
@@ -272,7 +274,7 @@ def test_an_arena_for_which_there_is_no_room_is_not_drawn() -> None:
 
 async def test_a_copy_that_cannot_be_is_a_bug_that_ends_the_copier_loudly() -> None:
     copier, job = Copier(pool(1)), gather_job()
-    copier.gather(replace(job, block_ids=[BlockId(77), BlockId(1)]), lambda it: None)
+    copier.gather(replace(job, blocks=TransferBlocks.of([77, 1], [33, 11])), lambda it: None)
     with pytest.raises((AssertionError, IndexError)):
         await asyncio.wait_for(copier.failure, 10)
     await copier.close()
