@@ -204,6 +204,7 @@ class DeviceRunner:
                     decode_plan = self._attention.plan_decode(slot.decode_plan, staged.page_start)
                     if decode_plan.shape not in self._full:
                         self._full[decode_plan.shape] = capture.full(decode_plan)
+                    self._stream.synchronize()  # the next plan is written where this one is read
         for tokens in sorted(piecewise, reverse=True):
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._buffers.stage(self._prompt(tokens), slot, tokens, 1)

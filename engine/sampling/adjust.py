@@ -12,46 +12,39 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from engine.sampling.host_numbers import beside
 from engine.step import Adjustments
 
 
 def adjust(logits: torch.Tensor, adjustments: Adjustments, previous_tokens: torch.Tensor | None) -> None:
     """Change `logits` [S, vocabulary] in place. `previous_tokens` [S'] are the samples of the plan launched before."""
-    device = logits.device
     if len(adjustments.bias_rows):
-        places = (_tensor(adjustments.bias_rows, device), _tensor(adjustments.bias_tokens, device))
-        logits[places] += _tensor(adjustments.bias_values, device).to(logits.dtype)
+        places = (beside(logits, adjustments.bias_rows), beside(logits, adjustments.bias_tokens))
+        logits[places] += beside(logits, adjustments.bias_values).to(logits.dtype)
     if len(adjustments.rows):
-        rows = _tensor(adjustments.rows, device)
+        rows = beside(logits, adjustments.rows)
         logits[rows] = _penalized(logits[rows].float(), adjustments, previous_tokens).to(logits.dtype)
 
 
 def _penalized(logits: torch.Tensor, adjustments: Adjustments, previous_tokens: torch.Tensor | None) -> torch.Tensor:
     """[A, vocabulary] of the rows with penalties."""
-    device = logits.device
     generated = adjustments.generated
-    answer_rows = _tensor(adjustments.history_of[generated], device)
-    answer_tokens = _tensor(adjustments.history[generated], device)
+    answer_rows = beside(logits, adjustments.history_of[generated])
+    answer_tokens = beside(logits, adjustments.history[generated])
     fed = np.flatnonzero(adjustments.feedback >= 0)
     if len(fed):
         assert previous_tokens is not None, "a history ends with a token of a step that never ran"
-        sources = _tensor(adjustments.feedback[fed].astype(np.int64), device)
-        answer_rows = torch.cat((answer_rows, _tensor(fed, device)))
+        sources = beside(logits, adjustments.feedback[fed].astype(np.int64))
+        answer_rows = torch.cat((answer_rows, beside(logits, fed)))
         answer_tokens = torch.cat((answer_tokens, previous_tokens[sources]))
     counts = torch.zeros_like(logits)
     counts.index_put_((answer_rows, answer_tokens), torch.ones_like(answer_rows, dtype=logits.dtype), accumulate=True)
     said = counts > 0
     seen = said.clone()
-    places = _tensor(adjustments.history_of, device), _tensor(adjustments.history, device)
-    seen.index_put_(places, torch.ones((), dtype=torch.bool, device=device))
-    repetition = _tensor(adjustments.repetition, device)[:, None]
+    places = beside(logits, adjustments.history_of), beside(logits, adjustments.history)
+    seen.index_put_(places, torch.ones((), dtype=torch.bool, device=logits.device))
+    repetition = beside(logits, adjustments.repetition)[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    logits -= _tensor(adjustments.frequency, device)[:, None] * counts
-    logits -= _tensor(adjustments.presence, device)[:, None] * said
+    logits -= beside(logits, adjustments.frequency)[:, None] * counts
+    logits -= beside(logits, adjustments.presence)[:, None] * said
     return logits
-
-
-def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On a GPU, on its way: nothing waits for the copy."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

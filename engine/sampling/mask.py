@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from engine.sampling.host_numbers import beside
 from engine.step import TokenMasks
 
 
@@ -15,6 +16,5 @@ def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
     """Sets `logits` [S, vocabulary] of tokens that are not allowed to -inf, in place."""
     vocabulary = logits.shape[1]
     bits = np.unpackbits(masks.words.view(np.uint8), axis=1, count=vocabulary, bitorder="little")
-    forbidden = torch.from_numpy(bits == 0).to(logits.device)
-    rows = torch.from_numpy(masks.rows).to(logits.device)
+    rows, forbidden = beside(logits, masks.rows), beside(logits, bits == 0)
     logits[rows] = logits[rows].masked_fill(forbidden, float("-inf"))

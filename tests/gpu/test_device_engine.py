@@ -22,7 +22,7 @@ from engine.loop import Engine
 from engine.model.config import read_model_config
 from engine.model.loader import DummyTensors, build_decoder
 from engine.port import RequestKey, SamplingParameters, Submit, TokenSampled
-from engine.step import StepPlan
+from engine.step import StepPlan, TokenMasks
 from foundation.kv_layout import KvLayout
 
 pytestmark = pytest.mark.gpu
@@ -174,6 +174,20 @@ def test_the_loop_never_waits_for_the_device_but_for_results(made: Made, graphs:
     used = {mode for mode, _ in statistics.steps}
     assert used >= ({Mode.FULL} if graphs else {Mode.EAGER})
     assert graphs or used == {Mode.EAGER}
+
+
+def test_a_step_with_masks_waits_for_nothing_and_draws_what_they_allow(made: Made) -> None:
+    allowed = np.zeros((2, -(-VOCABULARY // 32) * 32), bool)
+    allowed[0, 7] = allowed[1, 9] = True
+    words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    plan = decodes(0, 0, 4, fed=False)
+    plan = replace(plan, sampling=replace(plan.sampling, masks=TokenMasks(np.array([1, 3]), words)))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched = made.parts.runner.launch(plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert launched.result().token_ids[[1, 3]].tolist() == [7, 9]
 
 
 def test_not_finite_logits_fail_the_step_and_all_after_it(made: Made, tmp_path: Path) -> None:
