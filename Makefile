@@ -20,7 +20,7 @@
 #   make matrix [MODEL=path]                         every field of the API through P and D, beside one process alone
 #   make clients [PEER_VENV=path] [ARGS="--only aiperf"]   unmodified openai, aiperf, guidellm and vllm bench serve against a router
 #   make compose-test [ARGS="-k hosts"]              build the images, run compose, kill, cut off and restart what runs (root, dockerd)
-#   make bench-transfer [ARGS="--rounds 8"]          GB/s of a transfer beside ucx_perftest; its stages; what digests cost; protocol events/s
+#   make bench-transfer [ARGS="--rounds 8"]          GB/s of a transfer beside ucx_perftest; its stages; Python's part of a parcel; protocol events/s
 #   make bench-router [MODEL=path] [ARGS="--requests 100000"]  what one router costs, in front of a node that answers at once
 #   make bench-router-peers [PEER_VENV=path] [SGLANG_PYTHON=path]   the same beside vllm-router and sglang-router
 #   make bench-disaggregate [ARGS="--rounds 3"]        --disaggregate auto against always and never, on a fast and a slow link (root)
@@ -129,6 +129,7 @@ fuzz: install-dev
 
 bench-transfer: install-dev
 	@$(BIN)/python -m bench.protocol_events
+	@$(BIN)/python -m bench.transfer_parcels
 	@$(BIN)/python -m bench.transfer_stages
 	@$(BIN)/python -m bench.transfer_beside_ucx $(ARGS)
 

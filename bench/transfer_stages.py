@@ -226,7 +226,8 @@ def run_side(pipe: Connection, arguments: argparse.Namespace, *, prefill: bool) 
         report(json.dumps(uvloop.run(decode_side(pipe, arguments.positions, slot_bytes, arguments.transfers))))
 
 
-def measure_here(arguments: argparse.Namespace) -> None:
+def run_pair(run_side: Callable[..., None], arguments: argparse.Namespace) -> None:
+    """`run_side(pipe, arguments, prefill=...)` for each side, in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
     ends = spawn.Pipe()
     processes = [spawn.Process(target=partial(run_side, prefill=end is ends[0]), args=(end, arguments)) for end in ends]
@@ -237,9 +238,9 @@ def measure_here(arguments: argparse.Namespace) -> None:
         assert process.exitcode == 0, f"a side ended with {process.exitcode}"
 
 
-def measure_tree(tree: Path) -> list[dict[str, float]]:
-    """In a process of its own, with the project as it is in `tree` and this very file."""
-    command = [sys.executable, "-P", __file__, *sys.argv[1:], "--here"]
+def measure_tree(script: str, tree: Path) -> list[dict[str, float]]:
+    """In a process of its own, with the project as it is in `tree` and this very script."""
+    command = [sys.executable, "-P", script, *sys.argv[1:], "--here"]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return list(json.loads(ran.stdout.splitlines()[-1]))
@@ -257,7 +258,7 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
-        measure_here(arguments)
+        run_pair(run_side, arguments)
     else:
         compare(arguments)
 
@@ -267,7 +268,7 @@ def compare(arguments: argparse.Namespace) -> None:
     found: list[list[dict[str, float]]] = [[] for _ in trees]
     for _ in range(arguments.rounds):
         for tree, figures in zip(trees, found, strict=True):
-            figures.extend(measure_tree(tree))
+            figures.extend(measure_tree(__file__, tree))
     for name in found[0][0]:
         medians = [1e3 * statistics.median(figures[name] for figures in those) for those in found]
         beside = f"   there {medians[1]:6.2f} ms   ratio {medians[0] / medians[1]:.2f}" if arguments.beside else ""

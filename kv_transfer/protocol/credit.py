@@ -101,6 +101,13 @@ class Arena:
         return sum(slot.state is SlotState.FREE for slot in self.slots)
 
     @property
+    def worth_granting(self) -> bool:
+        """A quarter of the slots is free: a message for each slot costs either side as much as the parcel itself. (TCP moves its
+        window in such steps for the same reason.) The rest keeps the link busy meanwhile, and each of it frees a slot at last:
+        parcels that P has yet to compute have half of them at most."""
+        return self.free_slots >= max(1, len(self.slots) // 4)
+
+    @property
     def settled(self) -> bool:
         """Nothing can touch this memory any more."""
         return all(slot.state is SlotState.FREE for slot in self.slots)

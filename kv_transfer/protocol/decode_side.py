@@ -209,8 +209,7 @@ def _landed(turn: DecodeTurn, event: Landed) -> None:
             arena = arena.take(event.credit, SlotStep.DROP)
             turn.out.count(event.peer, "late_parcel")
     turn.keep_arena(arena)
-    if arena.free_slots:
-        turn.grant(event.peer)
+    turn.grant_again(arena)
 
 
 def _scatter(arena: Arena, event: Landed, transfer: DecodeTransfer, slot: Slot) -> Scatter:
@@ -225,17 +224,19 @@ def _receive_failed(turn: DecodeTurn, event: ReceiveFailed) -> None:
     if found is None:
         return
     arena, slot = found
-    turn.keep_arena(arena.take(event.credit, SlotStep.FAILED))
+    arena = arena.take(event.credit, SlotStep.FAILED)
+    turn.keep_arena(arena)
     transfer = turn.transfers.get(slot.transfer)
     if transfer is not None and transfer.state is DecodeState.LANDING:
         turn.end(transfer, ParcelRefused, event.reason, abort=True)
-    turn.grant(event.peer)
+    turn.grant_again(arena)
 
 
 def _receive_cancelled(turn: DecodeTurn, event: ReceiveCancelled) -> None:
     if found := _open_slot(turn, event):
-        turn.keep_arena(found[0].take(event.credit, SlotStep.CANCELLED))
-        turn.grant(event.peer)
+        arena = found[0].take(event.credit, SlotStep.CANCELLED)
+        turn.keep_arena(arena)
+        turn.grant_again(arena)
 
 
 def _scattered(turn: DecodeTurn, event: Scattered) -> None:
@@ -244,7 +245,8 @@ def _scattered(turn: DecodeTurn, event: Scattered) -> None:
     index = arena.index_of(event.credit)
     assert index is not None, f"scatter of credit {event.credit} finished twice"
     slot = arena.slots[index]
-    turn.keep_arena(arena.take(event.credit, SlotStep.FINISH))
+    arena = arena.take(event.credit, SlotStep.FINISH)
+    turn.keep_arena(arena)
     transfer = turn.transfers[slot.transfer]
     if not event.refusal:
         verified = transfer.verified.put(slot.parcel_index, event.digest)
@@ -253,7 +255,7 @@ def _scattered(turn: DecodeTurn, event: Scattered) -> None:
         turn.end(transfer, ParcelRefused, event.refusal, abort=True)
     else:
         turn.settle(transfer.take(ParcelRefused))
-    turn.grant(event.peer)
+    turn.grant_again(arena)
 
 
 # --- from P -------------------------------------------------------------------------------------------------------

@@ -141,6 +141,11 @@ class DecodeTurn:
         else:
             self.arenas = self.arenas.put(arena.session, arena)
 
+    def grant_again(self, arena: Arena) -> None:
+        """Hand out what completions of the data plane have freed: a part of the arena at a time."""
+        if arena.worth_granting:
+            self.grant(arena.peer)
+
     def grant(self, node: NodeId) -> None:
         """Hand out the peer's free slots, and say so in one message for each transfer.
 

@@ -171,6 +171,30 @@ def test_parcels_that_are_not_computed_yet_get_at_most_half_of_the_slots() -> No
     assert computed.arenas[1].free_slots == 0
 
 
+def test_freed_slots_are_granted_again_a_quarter_of_the_arena_at_a_time() -> None:
+    world = ready_world(positions=12, chunk=12, slots=8)
+    world = until(world, lambda w: len(w.scatters) == 3, avoid=lambda action: action[0] == "scattered")
+    side = world.d
+    assert side is not None
+    granted = []
+    for landed, content in sorted(world.scatters):
+        side, effects = decode_side.handle(
+            side, events.Scattered(P, landed.session, CreditNumber(landed.credit), content.digest)
+        )
+        granted.append([len(credits.credits) for credits in sent(effects, Credits)])
+    assert granted == [[], [2], []]
+
+
+def test_an_arena_of_few_slots_grants_each_again_at_once() -> None:
+    few, many = arena(slots=3), arena(slots=9)
+    assert not few.grant(R, 0, 8)[0].grant(R, 1, 8)[0].grant(R, 2, 8)[0].worth_granting
+    assert few.grant(R, 0, 8)[0].grant(R, 1, 8)[0].worth_granting
+    for index in range(8):
+        assert many.worth_granting
+        many, _, _ = many.grant(R, index, 8)
+    assert not many.worth_granting
+
+
 def test_credits_follow_the_reservation_at_once_even_when_there_is_nothing_to_grant() -> None:
     world = until(ready_world(positions=2, cached=2), lambda w: bool(w.reserving))
     assert world.d is not None

@@ -22,7 +22,7 @@ def random_world(dice: random.Random) -> World:
         positions=positions,
         chunk=dice.randint(1, positions),
         cached=dice.randint(0, positions) if dice.random() < 0.3 else 0,
-        slots=dice.randint(1, 4),
+        slots=dice.choice((1, 2, 3, 4, 8, 9)),
         sending_slots=dice.randint(1, 4),
         lane=dice.choice(("close_fences", "receiver_reads", "sender_writes")),
         parcels_per_position=dice.randint(1, 2),
