@@ -1,7 +1,8 @@
 #!/usr/bin/python3 -ISs
 """`healthcheck http://127.0.0.1:7102/health`: exit code 0 when the answer is 200, else 1; it prints the body, which says why.
 
-For containers, where no curl is. With https:// the certificate is not checked: this asks the process beside it.
+For containers, where no curl is. With https:// the certificate is not checked: this asks the process beside it. A router that
+asks clients for a certificate is shown one: `healthcheck https://127.0.0.1:8000/health probe.pem probe.key`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from urllib.parse import urlsplit
 LIMIT_S = 3.0
 
 
-def main(url: str) -> int:
+def main(url: str, certificate: str | None = None, private_key: str | None = None) -> int:
     parts = urlsplit(url)
     assert parts.hostname is not None, f"{url} names no host"
-    if parts.scheme == "https":
-        import ssl
-
-        context = ssl._create_unverified_context()
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            parts.hostname, parts.port, timeout=LIMIT_S, context=context
-        )
-    else:
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=LIMIT_S)
     try:
+        if parts.scheme == "https":
+            import ssl
+
+            context = ssl._create_unverified_context()
+            if certificate is not None:
+                context.load_cert_chain(certificate, private_key)
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                parts.hostname, parts.port, timeout=LIMIT_S, context=context
+            )
+        else:
+            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=LIMIT_S)
         connection.request("GET", parts.path)
         answer = connection.getresponse()
         body = answer.read(4096).decode(errors="replace")
@@ -37,4 +40,4 @@ def main(url: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -1,20 +1,18 @@
 """A router, a prefill and a decode node under mutual TLS and API keys, as processes: everything works, and strangers get nowhere.
 
-The nodes are started first, the router last.
+Clients show certificates, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import json
 import ssl
 import struct
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -25,148 +23,45 @@ import grpc.aio
 import pytest
 from certificates import Authority, Files
 from decant_proto.v1 import node_pb2, node_pb2_grpc, registry_pb2, registry_pb2_grpc
-from pd_nodes import Metrics, NodeProcess, Ports, eventually, start_node, until_ready
+from pd_nodes import Metrics, NodeProcess, eventually, until_ready
 from pd_router_client import attached_over, greedy, prefill_choice
 from router_under_test import router_with, until
+from tls_system import System, tls_system, until_usable
+from trace_collector import SPANS
 
 from bench.ports import free_ports
 from decant.client import ApiError, AsyncClient, Tls
-from engine.model.toy import write_toy_folder
-from foundation.api_keys import Scope, add_api_key
+from foundation.api_keys import Scope
 from foundation.ids import Incarnation, NodeId
-from foundation.keys import MasterKeys, draw_master_keys, write_key_file
+from foundation.keys import MasterKeys
 from foundation.registry_entry import NodeEntry, Role
 from foundation.registry_redis import RegistryUnavailable
 from kv_transfer.control_client import ControlClient
 from kv_transfer.control_stream import METHOD
 from kv_transfer.transport.rendezvous import MAGIC
-from net.grpc_plane import GrpcPlane, internal_plane
+from net.grpc_plane import internal_plane
 from node.announcer import open_registry
 
 pytestmark = [pytest.mark.sockets, pytest.mark.timeout(240)]
 
-START_LIMIT_S = 100.0
+HEALTHCHECK = Path(__file__).parents[2] / "deploy" / "healthcheck.py"
 PLANES = ("front", "internal")
-SMALL = ("--num-gpu-blocks-override=256", "--max-num-seqs=8", "--slot-bytes=16KiB", "--staging-bytes=512KiB")
 PROMPT = "a prompt that fills a few blocks; " * 4
-
-
-@dataclass
-class System:
-    folder: Path
-    keys: MasterKeys
-    internal: Authority
-    member: Files
-    stranger: Files
-    front: Authority
-    api_keys: dict[Scope, str]
-    prefill: NodeProcess
-    decode: NodeProcess
-    router: subprocess.Popen[bytes]
-    ports: dict[str, int]
-    log: Path
-    start: Callable[[str, Ports], NodeProcess]
-    """A node of this role again, on these ports."""
-
-    @property
-    def url(self) -> str:
-        return f"https://127.0.0.1:{self.ports['http']}"
-
-    def plane(self, files: Files | None = None) -> GrpcPlane:
-        chosen = files or self.member
-        return internal_plane(str(chosen.certificate), str(chosen.private_key), str(chosen.authority))
-
-    async def get(self, path: str) -> tuple[int, str]:
-        async with aiohttp.ClientSession() as session:
-            trust = ssl.create_default_context(cafile=str(self.front.file))
-            async with session.get(self.url + path, ssl=trust) as answer:
-                return answer.status, await answer.text()
-
-    def client(self, scope: Scope = Scope.INFERENCE) -> AsyncClient:
-        address = f"127.0.0.1:{self.ports['grpc']}"
-        return AsyncClient(address, api_key=self.api_keys[scope], tls=Tls(ca_file=self.front.file))
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    folder = tmp_path_factory.mktemp("tls")
-    model, key_file, keys = write_toy_folder(folder / "toy"), folder / "master.key", draw_master_keys()
-    write_key_file(key_file, keys)
-    internal, front = Authority(folder / "internal"), Authority(folder / "front")
-    member = internal.issue("member")
-    foreign = Authority(folder / "foreign").issue("stranger")
-    stranger = Files(foreign.certificate, foreign.private_key, internal.file)
-    certificate = front.issue("router")
-    api_keys = {scope: add_api_key(folder / "api-keys", scope.value, scope) for scope in Scope}
-    ports = dict(zip(("http", "grpc", "registry"), free_ports(3), strict=True))
-    options = (*SMALL, *member.arguments(), f"--registry=127.0.0.1:{ports['registry']}")
-
-    def start(role: str, ports: Ports) -> NodeProcess:
-        return start_node(role, folder, model, key_file, *options, ports=ports)
-
-    prefill, decode = (start(role, Ports(*free_ports(3))) for role in ("prefill", "decode"))
-    command = [
-        *(sys.executable, "-m", "decant", "router", "--log-format=json", f"--model={model}", f"--key-file={key_file}"),
-        *(f"--{name}-port={port}" for name, port in ports.items()),
-        *member.arguments(),
-        f"--ssl-certfile={certificate.certificate}",
-        f"--ssl-keyfile={certificate.private_key}",
-        f"--api-key-file={folder / 'api-keys'}",
-    ]
-    router, found = None, None
-    try:
-        asyncio.run(until_ready(prefill, decode))
-        with (folder / "router.log").open("wb") as log:
-            router = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=_environment())
-        found = System(
-            folder,
-            keys,
-            internal,
-            member,
-            stranger,
-            front,
-            api_keys,
-            prefill,
-            decode,
-            router,
-            ports,
-            folder / "router.log",
-            start,
-        )
-        asyncio.run(_until_usable(found))
-        yield found
-    finally:
-        if router is not None:
-            router.kill()
-            router.wait(10)
-        for node in (found.prefill if found else prefill, decode):
-            node.end()
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("DECANT_")}
-
-
-async def _until_usable(system: System) -> None:
-    async def usable() -> bool:
-        assert system.router.poll() is None, system.log.read_text()[-3000:]
-        try:
-            status, body = await system.get("/health")
-        except aiohttp.ClientConnectionError:
-            return False
-        return status == 200 and body.count('"refusal": null') == 2
-
-    await eventually(usable, START_LIMIT_S, "the router uses both nodes, which were there before it")
+    with tls_system(tmp_path_factory.mktemp("tls")) as started:
+        yield started
 
 
 async def test_answers_come_over_https_and_grpc_and_their_kv_from_the_prefill_node(system: System) -> None:
     before = (await system.decode.metrics()).value("kv_transfer_bytes_total")
-    trust = ssl.create_default_context(cafile=str(system.front.file))
     body = {"model": "toy", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {system.api_keys[Scope.INFERENCE]}"}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{system.url}/v1/completions", json=body, headers=headers, ssl=trust) as answer,
+        session.post(f"{system.url}/v1/completions", json=body, headers=headers, ssl=system.trust()) as answer,
     ):
         over_https = await answer.json()
         assert answer.status == 200, over_https
@@ -186,7 +81,7 @@ async def test_the_front_asks_for_tls_and_a_key(system: System) -> None:
     expiries = {plane: Metrics(metrics).value("tls_certificate_not_after_seconds", plane=plane) for plane in PLANES}
     assert min(expiries.values()) > time.time()
     assert (await system.get("/v1/models"))[0] == 401
-    async with AsyncClient(f"127.0.0.1:{system.ports['grpc']}", tls=Tls(ca_file=system.front.file)) as client:
+    async with AsyncClient(f"127.0.0.1:{system.ports['grpc']}", tls=system.tls()) as client:
         with pytest.raises(ApiError) as caught:
             await client.complete("x")
         assert caught.value.status is grpc.StatusCode.UNAUTHENTICATED
@@ -195,6 +90,68 @@ async def test_the_front_asks_for_tls_and_a_key(system: System) -> None:
         with pytest.raises(ApiError) as caught:
             await client.complete("x")
         assert caught.value.status is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_front_lets_in_only_clients_that_show_a_certificate_of_their_authority(system: System) -> None:
+    async def refused(reason: str) -> float:
+        return Metrics((await system.get("/metrics"))[1]).value("tls_failures_total", reason=reason)
+
+    for reason, shown in (("no_certificate", None), ("untrusted_certificate", system.member)):
+        before = await refused(reason)
+        context = ssl.create_default_context(cafile=str(system.front.file))
+        if shown is not None:
+            context.load_cert_chain(shown.certificate, shown.private_key)
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(f"{system.url}/live", ssl=context)
+        assert await refused(reason) > before
+        files = (None, None) if shown is None else (shown.certificate, shown.private_key)
+        tls, key = Tls(system.front.file, *files), system.api_keys[Scope.INFERENCE]
+        async with AsyncClient(f"127.0.0.1:{system.ports['grpc']}", api_key=key, tls=tls) as client:
+            with pytest.raises(ApiError) as caught:
+                await client.complete("x")
+            assert caught.value.status is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_health_check_of_containers_may_show_a_certificate(system: System) -> None:
+    async def exit_code(*shown: Path) -> int:
+        command = (sys.executable, "-ISs", str(HEALTHCHECK), f"{system.url}/health", *map(str, shown))
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+        return await asyncio.wait_for(process.wait(), 15)
+
+    assert await exit_code(system.customer.certificate, system.customer.private_key) == 0
+    assert await exit_code() == 1
+
+
+async def test_the_live_page_shows_over_https_what_nodes_say_under_mutual_tls(system: System) -> None:
+    async with system.opened("/ui", Scope.ADMIN) as answer:
+        assert (answer.status, answer.content_type) == (200, "text/html")
+    async with system.opened("/ui/events", Scope.INFERENCE) as answer:
+        assert answer.status == 403
+    async with system.opened("/ui/events", Scope.ADMIN) as answer, asyncio.timeout(15):
+        assert (answer.status, answer.content_type) == (200, "text/event-stream")
+        rows: dict[str, Any] = {}
+        while {name for name, row in rows.items() if row["detail"]} != {system.prefill.name, system.decode.name}:
+            event = (await answer.content.readuntil(b"\n\n")).decode()
+            if event.startswith("event: snapshot\n"):
+                rows = {row["node"]: row for row in json.loads(event.partition("data: ")[2])["nodes"]}
+        assert {row["condition"] for row in rows.values()} == {"good"}
+
+
+async def test_one_request_s_spans_are_one_tree_under_mutual_tls(system: System) -> None:
+    async with system.client() as client:
+        answer = await client.complete(f"traced: {PROMPT}", max_tokens=4, temperature=0.0, ignore_eos=True)
+    names = ("text_completion toy", *SPANS)
+    spans = await system.traces.trace_with(*names, attribute=("gen_ai.request.id", answer.request_id))
+    chain = [spans[name] for name in names]
+    assert [child.parent for child in chain[1:]] == [parent.id for parent in chain[:-1]]
+    assert len({span.trace for span in chain}) == 1
+    assert [span.service.removeprefix("decant-") for span in chain] == [
+        *("router", "router", "decode", "decode", "prefill"),
+    ]
+    transfer = spans["transfer"].attributes
+    assert transfer["decant.transfer.lane"]
+    assert transfer["decant.transfer.bytes"] > 0
 
 
 def strangers(system: System) -> dict[str, grpc.ChannelCredentials | None]:
@@ -359,7 +316,7 @@ async def test_f01_f22_a_killed_prefill_node_costs_no_answer_and_comes_back_unde
     system.prefill._log.close()
     system.prefill = system.start("prefill", system.prefill.ports)
     await until_ready(system.prefill)
-    await _until_usable(system)
+    await until_usable(system)
 
     async def disaggregated() -> bool:
         await answer(f"{time.time()}: {PROMPT}")
