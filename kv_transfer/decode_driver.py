@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
@@ -318,23 +318,22 @@ class DecodeDriver:
         return inbound.seeds
 
     def _scattered(self, effect: do.Scatter, payload_bytes: int, outcome: Scattered | DigestMismatch) -> None:
-        event = on.Scattered(effect.peer, effect.session, effect.credit, 0)
         match outcome:
             case Scattered(digest=digest):
                 self._observer.parcel("scattered", effect.transfer, effect.parcel_index, payload_bytes)
-                event = replace(event, digest=digest)
-            case DigestMismatch(computed=computed, received=received):
+                refusal = ""
+            case DigestMismatch(computed=digest, received=received):
                 log.error(
                     "parcel refused",
                     **naming(effect.transfer),
                     parcel=effect.parcel_index,
-                    computed=f"{computed:016x}",
+                    computed=f"{digest:016x}",
                     received=f"{received:016x}",
                 )
-                event = replace(event, digest=computed, refusal="bad_digest")
+                refusal = "bad_digest"
             case _:
                 assert_never(outcome)
-        self._pump.emit(event)
+        self._pump.emit(on.Scattered(effect.peer, effect.session, effect.credit, digest, refusal))
 
     def _report_slots(self) -> None:
         counts = dict.fromkeys(_SLOT_METRIC.values(), 0)

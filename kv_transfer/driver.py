@@ -10,6 +10,7 @@ Must not know: models, engines beyond their progress, routers.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -182,6 +183,7 @@ class MeteredTransfers:
 
     def __init__(self, metrics: NodeMetrics) -> None:
         self._metrics = metrics
+        self._tells_parcels = log.is_enabled_for(logging.DEBUG)
         self.lanes: OrderedDict[NodeId, MeasuredLane] = OrderedDict()
         """The lane from each peer, as last measured here; the oldest measures of more than LANES_SHOWN are forgotten."""
         self.moved_bytes = 0
@@ -196,7 +198,8 @@ class MeteredTransfers:
 
     def parcel(self, stage: ParcelStage, transfer: TransferId, parcel_index: int, payload_bytes: int) -> None:
         """Bytes are counted as they leave a prefill node and as they land on a decode node."""
-        log.debug("parcel", stage=stage, transfer=str(transfer), parcel=parcel_index, payload_bytes=payload_bytes)
+        if self._tells_parcels:
+            log.debug("parcel", stage=stage, transfer=str(transfer), parcel=parcel_index, payload_bytes=payload_bytes)
         if stage in ("sent", "landed"):
             self._metrics.kv_transfer_bytes_total.inc(payload_bytes)
             self.moved_bytes += payload_bytes
