@@ -55,7 +55,6 @@ from net.grpc_plane import IN_THE_CLEAR, GrpcPlane
 log = get_logger()
 
 _SLOT_METRIC = {
-    SlotState.FREE: "free",
     SlotState.POSTED: "posted",
     SlotState.CANCELLING: "posted",
     SlotState.LANDED: "landed",
@@ -290,8 +289,7 @@ class DecodeDriver:
 
     def _slot(self, session: int, credit: CreditNumber) -> Slot | None:
         arena = self._side.arenas.get(session)
-        index = arena.index_of(credit) if arena else None
-        return arena.slots[index] if arena and index is not None else None
+        return arena.taken.get(credit) if arena else None
 
     def _scatter(self, effect: do.Scatter) -> None:
         inbound = self._inbound[effect.transfer]
@@ -336,8 +334,9 @@ class DecodeDriver:
         self._pump.emit(on.Scattered(effect.peer, effect.session, effect.credit, digest, refusal))
 
     def _report_slots(self) -> None:
-        counts = dict.fromkeys(_SLOT_METRIC.values(), 0)
+        counts = dict.fromkeys(("free", *_SLOT_METRIC.values()), 0)
         for arena in self._side.arenas.values():
-            for slot in arena.slots:
+            counts["free"] += len(arena.free)
+            for slot in arena.taken.values():
                 counts[_SLOT_METRIC[slot.state]] += 1
         self._observer.slots(**counts)

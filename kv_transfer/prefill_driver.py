@@ -41,7 +41,7 @@ from kv_transfer.protocol.deadlines import prefill_waits
 from kv_transfer.protocol.messages import Ask, Envelope
 from kv_transfer.protocol.prefill_side import handle
 from kv_transfer.protocol.prefill_turn import PrefillSide
-from kv_transfer.protocol.sending import SendingState, new_sending_slots
+from kv_transfer.protocol.sending import new_sending_slots
 from kv_transfer.pump import Pump
 from kv_transfer.staging import AnyPool, Copier, Gather, Gathered, digest_kind, slot_memory
 from kv_transfer.ticket import TicketGate
@@ -144,7 +144,7 @@ class PrefillDriver:
         for transfer in self._side.transfers.values():
             outbound = self._outbound.get(transfer.id)
             sizes = [parcel.wire_bytes(layout) for parcel in transfer.parcels]
-            done = min(len(transfer.used), len(sizes))
+            done = len(transfer.digests)
             found.append(
                 TransferProgress(
                     transfer.id,
@@ -234,8 +234,8 @@ class PrefillDriver:
         return bool(self._side.peers)
 
     def _tick(self, now_s: float) -> Iterable[on.PrefillEvent]:
-        free = sum(slot.state is SendingState.FREE for slot in self._side.sending.slots)
-        self._observer.slots(free=free, sending=len(self._side.sending.slots) - free)
+        sending = self._side.sending
+        self._observer.slots(free=len(sending.free), sending=len(sending.slots) - len(sending.free))
         return self._clockwork.tick(self._side, now_s)
 
     def _execute(self, effect: do.PrefillEffect) -> None:

@@ -14,17 +14,19 @@ Must not know: why a transfer ended, what a parcel holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import Enum, auto
+from dataclasses import dataclass, field
+from enum import auto
 
-from foundation.ids import CreditNumber, Incarnation, NodeId, RequestId, SessionNonce, SlotIndex, TransferId
+from foundation.ids import CreditNumber, Incarnation, NodeId, SessionNonce, SlotIndex, TransferId
 from kv_transfer.protocol.record import replace
+from kv_transfer.protocol.state import State
+from kv_transfer.protocol.table import Table
 
 CREDIT_NUMBER_LIMIT = 1 << 24
 """Credit numbers have 24 bits of the tag; a session ends before they wrap."""
 
 
-class SlotState(Enum):
+class SlotState(State):
     FREE = auto()
     POSTED = auto()
     CANCELLING = auto()
@@ -33,7 +35,7 @@ class SlotState(Enum):
     QUARANTINED = auto()
 
 
-class SlotStep(Enum):
+class SlotStep(State):
     GRANT = auto()
     LAND = auto()
     SCATTER = auto()
@@ -68,8 +70,9 @@ SLOT_TRANSITIONS: dict[tuple[SlotState, SlotStep], SlotState] = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`credit` and what follows it say whose the slot is, unless it is FREE."""
+    """One that is not FREE, and whose it is."""
 
+    index: SlotIndex
     state: SlotState
     credit: CreditNumber
     transfer: TransferId
@@ -77,12 +80,17 @@ class Slot:
     length: int
 
 
-FREE_SLOT = Slot(SlotState.FREE, CreditNumber(-1), TransferId(RequestId(""), 0, 0), -1, 0)
+def all_free(slots: int) -> tuple[SlotIndex, ...]:
+    return tuple(SlotIndex(index) for index in range(slots))
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """D's staging for one session. `slot_bytes` is the largest payload; `credits_returned` counts resolved credits."""
+    """D's staging for one session. `slot_bytes` is the largest payload; `credits_returned` counts resolved credits.
+
+    A slot is `free` (the lowest first) or `taken` under its credit; `posted_bytes` are those of all that are POSTED. Nothing that
+    happens for each parcel looks at all slots.
+    """
 
     peer: NodeId
     control_address: str
@@ -91,62 +99,69 @@ class Arena:
     nonce: SessionNonce
     slot_bytes: int
     granted_bytes_limit: int
-    slots: tuple[Slot, ...]
+    free: tuple[SlotIndex, ...]
+    taken: Table[CreditNumber, Slot] = field(default_factory=Table)
+    posted_bytes: int = 0
     next_number: int = 0
     credits_returned: int = 0
     quarantined: bool = False
 
     @property
-    def free_slots(self) -> int:
-        return sum(slot.state is SlotState.FREE for slot in self.slots)
+    def slots(self) -> int:
+        return len(self.free) + len(self.taken)
 
     @property
     def worth_granting(self) -> bool:
         """A quarter of the slots is free: a message for each slot costs either side as much as the parcel itself. (TCP moves its
         window in such steps for the same reason.) The rest keeps the link busy meanwhile, and each of it frees a slot at last:
         parcels that P has yet to compute have half of them at most."""
-        return self.free_slots >= max(1, len(self.slots) // 4)
+        return len(self.free) >= max(1, self.slots // 4)
 
     @property
     def settled(self) -> bool:
         """Nothing can touch this memory any more."""
-        return all(slot.state is SlotState.FREE for slot in self.slots)
+        return not self.taken
 
     @property
     def unresolved(self) -> int:
-        return sum(slot.state is SlotState.QUARANTINED for slot in self.slots)
+        return sum(slot.state is SlotState.QUARANTINED for slot in self.taken.values())
 
     def may_grant(self, length: int) -> bool:
         """One credit more, of this length: a slot is free and what is in flight stays within what the link can carry."""
-        if self.free_slots == 0:
+        if not self.free:
             return False
-        in_flight = sum(slot.length for slot in self.slots if slot.state is SlotState.POSTED)
-        return in_flight == 0 or in_flight + length <= self.granted_bytes_limit
+        return self.posted_bytes == 0 or self.posted_bytes + length <= self.granted_bytes_limit
 
     def grant(self, transfer: TransferId, parcel_index: int, length: int) -> tuple[Arena, SlotIndex, CreditNumber]:
-        index = next(index for index, slot in enumerate(self.slots) if slot.state is SlotState.FREE)
-        credit = CreditNumber(self.next_number)
-        posted = Slot(step(self.slots[index].state, SlotStep.GRANT), credit, transfer, parcel_index, length)
-        granted = replace(self, slots=self._slots_with(index, posted), next_number=self.next_number + 1)
-        return granted, SlotIndex(index), credit
+        index, credit = self.free[0], CreditNumber(self.next_number)
+        state = step(SlotState.FREE, SlotStep.GRANT)
+        granted = replace(
+            self,
+            free=self.free[1:],
+            taken=self.taken.put(credit, Slot(index, state, credit, transfer, parcel_index, length)),
+            posted_bytes=self.posted_bytes + length,
+            next_number=self.next_number + 1,
+        )
+        return granted, index, credit
 
-    def index_of(self, credit: CreditNumber) -> SlotIndex | None:
-        """Where an unresolved credit stands."""
-        for index, slot in enumerate(self.slots):
-            if slot.credit == credit:
-                return SlotIndex(index)
-        return None
-
-    def take(self, credit: CreditNumber, slot_step: SlotStep) -> Arena:
-        """The credit's slot one step further."""
-        index = self.index_of(credit)
-        assert index is not None, f"{slot_step.name} for credit {credit} of session {self.session}, which is resolved"
-        slot = self.slots[index]
-        state = step(slot.state, slot_step)
-        if state is SlotState.FREE:
-            returned = self.credits_returned + 1
-            return replace(self, slots=self._slots_with(index, FREE_SLOT), credits_returned=returned)
-        return replace(self, slots=self._slots_with(index, replace(slot, state=state)))
+    def take(self, credit: CreditNumber, *slot_steps: SlotStep) -> Arena:
+        """The credit's slot one step further, or several."""
+        slot = self.taken.get(credit)
+        assert slot is not None, f"{slot_steps} for credit {credit} of session {self.session}, which is resolved"
+        state = slot.state
+        for slot_step in slot_steps:
+            state = step(state, slot_step)
+        posted_bytes = self.posted_bytes - (slot.length if slot.state is SlotState.POSTED else 0)
+        if state is not SlotState.FREE:
+            taken = self.taken.put(credit, replace(slot, state=state))
+            return replace(self, taken=taken, posted_bytes=posted_bytes)
+        return replace(
+            self,
+            free=tuple(sorted((*self.free, slot.index))),
+            taken=self.taken.drop(credit),
+            posted_bytes=posted_bytes,
+            credits_returned=self.credits_returned + 1,
+        )
 
     def quarantine(self) -> Arena:
         """The session is lost: what may still be written waits for proof; what has landed is D's own and goes on."""
@@ -158,30 +173,30 @@ class Arena:
         return self._take_all(SlotStep.FENCE, SlotState.QUARANTINED)
 
     def slots_of(self, transfer: TransferId) -> Iterator[Slot]:
-        return (slot for slot in self.slots if slot.transfer == transfer and slot.state is not SlotState.FREE)
+        return (slot for slot in self.taken.values() if slot.transfer == transfer)
 
     def scatters_open(self, transfer: TransferId) -> bool:
         return any(slot.state is SlotState.SCATTERING for slot in self.slots_of(transfer))
 
     def check(self) -> None:
         """Every credit that was granted is accounted for once."""
-        taken = [slot.credit for slot in self.slots if slot.state is not SlotState.FREE]
-        assert len(taken) == len(set(taken)), f"one credit on two slots: {taken}"
-        assert all(credit < self.next_number for credit in taken)
-        assert self.next_number == self.credits_returned + len(taken), f"credits leaked in session {self.session}"
+        indexes = (*self.free, *(slot.index for slot in self.taken.values()))
+        assert sorted(indexes) == list(range(self.slots)), f"a slot is lost, or taken twice: {indexes}"
+        assert all(credit == slot.credit < self.next_number for credit, slot in self.taken.items())
+        assert self.next_number == self.credits_returned + len(self.taken), f"credits leaked in session {self.session}"
+        posted = (slot.length for slot in self.taken.values() if slot.state is SlotState.POSTED)
+        assert self.posted_bytes == sum(posted), f"{self.posted_bytes} bytes are not what is posted"
         assert self.quarantined or not self.unresolved
 
     def _take_all(self, slot_step: SlotStep, *states: SlotState) -> Arena:
         arena = self
-        for slot in self.slots:
+        for slot in self.taken.values():
             if slot.state in states:
                 arena = arena.take(slot.credit, slot_step)
         return arena
 
-    def _slots_with(self, index: int, slot: Slot) -> tuple[Slot, ...]:
-        return (*self.slots[:index], slot, *self.slots[index + 1 :])
-
 
 def step(state: SlotState, slot_step: SlotStep) -> SlotState:
-    assert (state, slot_step) in SLOT_TRANSITIONS, f"a slot that is {state.name} cannot take {slot_step.name}"
-    return SLOT_TRANSITIONS[state, slot_step]
+    following = SLOT_TRANSITIONS.get((state, slot_step))
+    assert following is not None, f"a slot that is {state.name} cannot take {slot_step.name}"
+    return following

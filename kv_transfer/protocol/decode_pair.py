@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from foundation.ids import Incarnation, NodeId, TransferId
 from kv_transfer.port import BeginTransfer
-from kv_transfer.protocol.credit import CREDIT_NUMBER_LIMIT, FREE_SLOT, Arena, SlotState
+from kv_transfer.protocol.credit import CREDIT_NUMBER_LIMIT, Arena, SlotState, all_free
 from kv_transfer.protocol.decode_transfer import DecodeState, DecodeTransfer, SessionOver
 from kv_transfer.protocol.decode_turn import DecodeTurn
 from kv_transfer.protocol.effects import (
@@ -162,7 +162,7 @@ def _arena(turn: DecodeTurn, peer: Peer, hello: Hello, event: LaneOpened) -> Are
         nonce=event.nonce,
         slot_bytes=min(event.slot_bytes, hello.slot_bytes, limit - turn.local.trailer_bytes),
         granted_bytes_limit=limit,
-        slots=(FREE_SLOT,) * event.slots,
+        free=all_free(event.slots),
     )
 
 

@@ -187,11 +187,11 @@ def _stalled(turn: DecodeTurn, event: Stalled) -> None:
 def _open_slot(turn: DecodeTurn, event: Landed | ReceiveFailed | ReceiveCancelled) -> tuple[Arena, Slot] | None:
     """The slot that a completion is about; None when a fence has resolved it before."""
     arena = turn.arenas.get(event.session)
-    index = None if arena is None else arena.index_of(event.credit)
-    if arena is None or index is None:
+    slot = None if arena is None else arena.taken.get(event.credit)
+    if arena is None or slot is None:
         turn.out.count(event.peer, "resolved_already")
         return None
-    return arena, arena.slots[index]
+    return arena, slot
 
 
 def _landed(turn: DecodeTurn, event: Landed) -> None:
@@ -200,23 +200,21 @@ def _landed(turn: DecodeTurn, event: Landed) -> None:
         return
     arena, slot = found
     transfer = turn.transfers.get(slot.transfer)
-    arena = arena.take(event.credit, SlotStep.LAND)
-    if slot.state is not SlotState.QUARANTINED:
-        if slot.state is SlotState.POSTED and transfer is not None and transfer.state is DecodeState.LANDING:
-            arena = arena.take(event.credit, SlotStep.SCATTER)
-            turn.out.add(_scatter(arena, event, transfer, slot))
-        else:
-            arena = arena.take(event.credit, SlotStep.DROP)
-            turn.out.count(event.peer, "late_parcel")
+    if slot.state is SlotState.QUARANTINED:
+        arena = arena.take(event.credit, SlotStep.LAND)
+    elif slot.state is SlotState.POSTED and transfer is not None and transfer.state is DecodeState.LANDING:
+        arena = arena.take(event.credit, SlotStep.LAND, SlotStep.SCATTER)
+        turn.out.add(_scatter(arena, transfer, slot))
+    else:
+        arena = arena.take(event.credit, SlotStep.LAND, SlotStep.DROP)
+        turn.out.count(event.peer, "late_parcel")
     turn.keep_arena(arena)
     turn.grant_again(arena)
 
 
-def _scatter(arena: Arena, event: Landed, transfer: DecodeTransfer, slot: Slot) -> Scatter:
-    index = arena.index_of(event.credit)
-    assert index is not None
+def _scatter(arena: Arena, transfer: DecodeTransfer, slot: Slot) -> Scatter:
     parcel = transfer.parcels[slot.parcel_index]
-    return Scatter(arena.peer, arena.session, event.credit, index, transfer.id, slot.parcel_index, parcel)
+    return Scatter(arena.peer, arena.session, slot.credit, slot.index, transfer.id, slot.parcel_index, parcel)
 
 
 def _receive_failed(turn: DecodeTurn, event: ReceiveFailed) -> None:
@@ -242,9 +240,8 @@ def _receive_cancelled(turn: DecodeTurn, event: ReceiveCancelled) -> None:
 def _scattered(turn: DecodeTurn, event: Scattered) -> None:
     """Verified and finished on the device, or refused. Counts for the verified prefix even if the transfer is ending."""
     arena = turn.arenas[event.session]
-    index = arena.index_of(event.credit)
-    assert index is not None, f"scatter of credit {event.credit} finished twice"
-    slot = arena.slots[index]
+    slot = arena.taken.get(event.credit)
+    assert slot is not None, f"scatter of credit {event.credit} finished twice"
     arena = arena.take(event.credit, SlotStep.FINISH)
     turn.keep_arena(arena)
     transfer = turn.transfers[slot.transfer]

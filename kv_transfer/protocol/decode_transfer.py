@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import auto
 
 from foundation.ids import NodeId, TransferId
 from foundation.kv_layout import KvLayout
@@ -34,10 +34,11 @@ from kv_transfer.protocol.messages import (
     SyncedTransfer,
 )
 from kv_transfer.protocol.record import replace
+from kv_transfer.protocol.state import State
 from kv_transfer.protocol.table import Table
 
 
-class DecodeState(Enum):
+class DecodeState(State):
     ASKED = auto()
     RESERVED = auto()
     LANDING = auto()
@@ -160,7 +161,8 @@ class DecodeTransfer:
 
     def take(self, step: type) -> DecodeTransfer:
         assert self.accepts(step), f"transfer {self.id} is {self.state.name} and cannot take {step.__name__}"
-        return replace(self, state=DECODE_TRANSITIONS[self.state, step])
+        state = DECODE_TRANSITIONS[self.state, step]
+        return self if state is self.state else replace(self, state=state)
 
     def synced(self) -> SyncedTransfer:
         sealed = self.manifest is not None

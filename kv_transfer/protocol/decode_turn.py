@@ -176,7 +176,7 @@ class DecodeTurn:
 
     def _grant_one(self, transfer: DecodeTransfer, parcel_index: int, ahead: bool) -> Credit | None:
         arena = self.arenas[transfer.session]
-        if ahead and arena.free_slots <= len(arena.slots) // 2:
+        if ahead and len(arena.free) <= arena.slots // 2:
             return None
         length = transfer.parcels[parcel_index].wire_bytes(self.local.layout) + self.local.trailer_bytes
         if not arena.may_grant(length) or arena.next_number >= CREDIT_NUMBER_LIMIT:

@@ -12,7 +12,7 @@ Must not know: transfers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import auto
 from typing import Generic, TypeVar
 
 from foundation.ids import Incarnation, NodeId
@@ -21,6 +21,7 @@ from kv_transfer.protocol.effects import Count, Send
 from kv_transfer.protocol.local import CutParcels
 from kv_transfer.protocol.messages import Envelope, Heartbeat, Hello, Message
 from kv_transfer.protocol.record import replace
+from kv_transfer.protocol.state import State
 
 Effect = TypeVar("Effect")
 
@@ -28,14 +29,14 @@ NOBODY = Incarnation(0)
 """Addressee of D's first Hello, when it does not know yet whom it dials."""
 
 
-class PeerState(Enum):
+class PeerState(State):
     CONNECTING = auto()
     READY = auto()
     SUSPECT = auto()
     LOST = auto()
 
 
-class PeerStep(Enum):
+class PeerStep(State):
     PAIRED = auto()
     STREAM_LOST = auto()
     SYNCED = auto()

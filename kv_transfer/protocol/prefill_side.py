@@ -222,17 +222,16 @@ def _gathered(turn: PrefillTurn, event: Gathered) -> None:
             replace(
                 transfer.take(ParcelGathered),
                 digests=transfer.digests.put(slot.parcel_index, event.digest),
-                used=transfer.used | {credit.number},
             )
         )
+        return
+    turn.sending = turn.sending.take(event.slot, SendingStep.DROP)
+    if transfer.state is not PrefillState.SENDING:
+        turn.settle(transfer)
+    elif doubled:
+        turn.end(transfer, BadCredits, "bad_credits", failed=True)
     else:
-        turn.sending = turn.sending.take(event.slot, SendingStep.DROP)
-        if transfer.state is not PrefillState.SENDING:
-            turn.settle(transfer)
-        elif doubled:
-            turn.end(transfer, BadCredits, "bad_credits", failed=True)
-        else:
-            turn.end(transfer, GatherRefused, event.refusal, failed=True)
+        turn.end(transfer, GatherRefused, event.refusal, failed=True)
     turn.pump()
 
 
@@ -242,7 +241,7 @@ def _send_refused(turn: PrefillTurn, event: SendRefused) -> None:
     turn.sending = turn.sending.take(event.slot, SendingStep.SENT)
     transfer = turn.transfers.get(slot.transfer)
     if transfer is not None and transfer.state is not PrefillState.ENDING:
-        unused = replace(transfer, used=transfer.used - {slot.credit})
+        unused = replace(transfer, digests=transfer.digests.drop(slot.parcel_index))
         turn.end(unused, SendRefused, event.reason, failed=True)
     turn.pump()
 

@@ -16,7 +16,7 @@ Must not know: sending slots, peers, other transfers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import auto
 
 from foundation.ids import CreditNumber, NodeId, SessionNonce, TransferId
 from kv_transfer.plan.parcels import ParcelName
@@ -44,10 +44,11 @@ from kv_transfer.protocol.messages import (
     SyncedTransfer,
 )
 from kv_transfer.protocol.record import replace
+from kv_transfer.protocol.state import State
 from kv_transfer.protocol.table import Table
 
 
-class PrefillState(Enum):
+class PrefillState(State):
     QUEUED = auto()
     RESERVED = auto()
     SENDING = auto()
@@ -120,8 +121,8 @@ PREFILL_TRANSITIONS: dict[tuple[PrefillState, type], PrefillState] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefillTransfer:
-    """`credits[i]` carries `parcels[i]`; the first `gathering` of them have been given a sending slot. `digests` maps parcel
-    index to digest, `used` are the credits handed to the transport. Of positions before `ahead_positions` the first
+    """`credits[i]` carries `parcels[i]`; the first `gathering` of them have been given a sending slot. `digests` maps the
+    index of each parcel that was handed to the transport to its digest. Of positions before `ahead_positions` the first
     `ahead_layers` layers are computed as well. `renewals` counts lease renewals (deadlines only)."""
 
     ask: Ask
@@ -140,7 +141,6 @@ class PrefillTransfer:
     credits: tuple[Credit, ...] = ()
     gathering: int = 0
     digests: Table[int, int] = field(default_factory=Table)
-    used: frozenset[CreditNumber] = frozenset()
     first_token: FirstToken | None = None
     sealed: bool = False
     end_reason: str = ""
@@ -156,6 +156,11 @@ class PrefillTransfer:
     def history_positions(self) -> int:
         """Length of prompt and settled tokens, and so the position of the first token."""
         return len(self.ask.prompt) + len(self.ask.settled)
+
+    @property
+    def used(self) -> frozenset[CreditNumber]:
+        """The credits under which a parcel was handed to the transport."""
+        return frozenset(self.credits[index].number for index in self.digests)
 
     def is_computed(self, parcel: ParcelName) -> bool:
         ahead = parcel.end_position <= self.ahead_positions and parcel.end_layer <= self.ahead_layers
@@ -193,7 +198,8 @@ class PrefillTransfer:
 
     def take(self, step: type) -> PrefillTransfer:
         assert self.accepts(step), f"transfer {self.id} is {self.state.name} and cannot take {step.__name__}"
-        return replace(self, state=PREFILL_TRANSITIONS[self.state, step])
+        state = PREFILL_TRANSITIONS[self.state, step]
+        return self if state is self.state else replace(self, state=state)
 
     def manifest(self) -> tuple[SealedParcel, ...]:
         return tuple(SealedParcel(name, self.digests[index]) for index, name in enumerate(self.parcels))

@@ -94,7 +94,7 @@ class PrefillTurn:
     def settle(self, transfer: PrefillTransfer) -> None:
         """Tell the node once no gather is open; forget the transfer once D has as well."""
         if transfer.state is PrefillState.ENDING:
-            if not transfer.reported and not self.sending.gathers_open(transfer.id):
+            if not transfer.reported and not self.sending.gathers_open(transfer.session, transfer.id):
                 self.out.add(NodeReleased(transfer.id, transfer.end_reason))
                 transfer = replace(transfer, reported=True)
             if transfer.reported and transfer.acknowledged:

@@ -72,11 +72,11 @@ class Books:
         elif landing.nonce == tag >> NUMBER_BITS:
             arena = life.driver.side.arenas.get(session)
             credit = CreditNumber(tag & ((1 << NUMBER_BITS) - 1))
-            index = arena.index_of(credit) if arena is not None else None
-            if arena is None or index is None:
+            slot = arena.taken.get(credit) if arena is not None else None
+            if slot is None:
                 self.violated(f"I3: bytes of credit {credit} land in a slot of {life} that is free or another's")
             else:
-                self.require(arena.slots[index].state in WRITABLE, f"I3: bytes land in a {arena.slots[index]}")
+                self.require(slot.state in WRITABLE, f"I3: bytes land in a {slot}")
 
     def check_scatter(self, life: Any, job: staging.Scatter) -> None:
         """I1: a scatter writes only into blocks that are reserved for a transfer and nobody else's."""

@@ -24,7 +24,7 @@ import transfer_actions
 from explorer import EARLY_LAYERS, WORLDS, Found, explore
 from transfer_world import Budget, Content, Plan, transfer
 
-from foundation.ids import CreditNumber, SlotIndex
+from foundation.ids import CreditNumber
 from kv_transfer.protocol import decode_pair, decode_side, decode_turn, prefill_pair, prefill_turn, sending
 from kv_transfer.protocol.credit import SLOT_TRANSITIONS, Arena, SlotState, SlotStep
 from kv_transfer.protocol.decode_transfer import ParcelVerified, Whole
@@ -100,7 +100,7 @@ def _scatter_even_if_late(turn: Any, event: Any) -> None:
     late = turn.transfers.get(slot.transfer)
     if slot.state is not SlotState.QUARANTINED and late is not None:
         arena = arena.take(event.credit, SlotStep.SCATTER)
-        turn.out.add(decode_side._scatter(arena, event, late, slot))
+        turn.out.add(decode_side._scatter(arena, late, slot))
     elif slot.state is not SlotState.QUARANTINED:
         arena = arena.take(event.credit, SlotStep.DROP)
     turn.keep_arena(arena)
@@ -113,10 +113,10 @@ def _cancel_on_abort(self: Any, ending: Any, step: type, reason: str, **how: Any
 
 
 def _number_is_the_slot(self: Arena, owner: Any, parcel_index: int, length: int) -> Any:
-    arena, slot, _ = _real_grant(self, owner, parcel_index, length)
+    arena, slot, credit = _real_grant(self, owner, parcel_index, length)
     reused = CreditNumber(slot)
-    slots = arena._slots_with(slot, replace(arena.slots[slot], credit=reused))
-    return replace(arena, slots=slots), SlotIndex(slot), reused
+    taken = arena.taken.drop(credit).put(reused, replace(arena.taken[credit], credit=reused))
+    return replace(arena, taken=taken), slot, reused
 
 
 def _first_token_again(turn: Any, asked: Any, message: FirstToken) -> None:

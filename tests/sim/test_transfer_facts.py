@@ -15,7 +15,7 @@ from foundation.ids import CreditNumber, Incarnation, NodeId, SessionNonce, Slot
 from kv_transfer.plan.parcels import ParcelName, TooManyParcels, cut_parcels
 from kv_transfer.port import BeginTransfer
 from kv_transfer.protocol import decode_side, events, messages, prefill_side
-from kv_transfer.protocol.credit import FREE_SLOT, Arena, SlotState, SlotStep
+from kv_transfer.protocol.credit import Arena, SlotStep, all_free
 from kv_transfer.protocol.deadlines import Limits, Watch, decode_waits, prefill_waits
 from kv_transfer.protocol.decode_turn import DecodeSide
 from kv_transfer.protocol.effects import (
@@ -126,7 +126,7 @@ def test_a_manifest_that_is_not_d_s_own_plan_is_refused(fault: str) -> None:
 
 
 def arena(slots: int = 4, limit: int = 1000) -> Arena:
-    return Arena(P, "p:0", Incarnation(1), 1, SessionNonce(1), 8, limit, (FREE_SLOT,) * slots)
+    return Arena(P, "p:0", Incarnation(1), 1, SessionNonce(1), 8, limit, all_free(slots))
 
 
 def test_granted_bytes_stay_within_what_the_link_carries_but_one_parcel_always_may() -> None:
@@ -168,7 +168,7 @@ def test_parcels_that_are_not_computed_yet_get_at_most_half_of_the_slots() -> No
     assert len(of(effects, PostReceive)) == 2
     computed, effects = d_hears(replace(world, d=side), Offer(R, 6, 6))
     assert len(of(effects, PostReceive)) == 2
-    assert computed.arenas[1].free_slots == 0
+    assert not computed.arenas[1].free
 
 
 def test_freed_slots_are_granted_again_a_quarter_of_the_arena_at_a_time() -> None:
@@ -534,7 +534,7 @@ def test_gone_while_a_credit_is_open_ends_the_session_since_nobody_can_say_what_
     side, effects = d_hears(world, messages.Gone(R))
     assert Count(P, "gone_with_credits") in effects
     assert not of(effects, CancelReceive)
-    assert [slot.state for slot in side.arenas[1].slots].count(SlotState.QUARANTINED) == 1
+    assert side.arenas[1].unresolved == 1
 
 
 # --- deadlines ----------------------------------------------------------------------------------------------------

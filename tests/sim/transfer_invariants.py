@@ -6,7 +6,7 @@ from typing import Any
 
 from transfer_world import Receive, World
 
-from foundation.ids import TransferId
+from foundation.ids import CreditNumber, TransferId
 from kv_transfer.protocol import events
 from kv_transfer.protocol.credit import SlotState
 from kv_transfer.protocol.effects import (
@@ -40,9 +40,12 @@ WRITABLE = {SlotState.POSTED, SlotState.CANCELLING, SlotState.QUARANTINED}
 def check_writable(stage: Any, receive: Receive) -> None:
     arena = stage.d.arenas.get(receive.session)
     require(arena is not None, "I3: bytes land in an arena that was given back")
-    slot = arena.slots[receive.slot]
-    owned = slot.state in WRITABLE and slot.credit == receive.credit
-    require(owned, f"I3: bytes of credit {receive.credit} land in a slot that is {slot.state.name}")
+    slot = arena.taken.get(CreditNumber(receive.credit))
+    owned = slot is not None and slot.index == receive.slot and slot.state in WRITABLE
+    require(
+        owned,
+        f"I3: bytes of credit {receive.credit} land in a slot that is {slot.state.name if slot else 'not its own'}",
+    )
 
 
 def check_d_effect(stage: Any, before: Any, event: Any, effect: Any) -> None:
@@ -131,8 +134,8 @@ def check(world: World) -> None:
         for receive in [*world.posted, *(moving.receive for moving in world.moving | world.ghosts)]:
             check_writable(world, receive)
         for receive, _ in world.scatters:
-            arena = world.d.arenas[receive.session]
-            require(arena.slots[receive.slot].credit == receive.credit, "I1: a slot was given away under its scatter")
+            slot = world.d.arenas[receive.session].taken.get(CreditNumber(receive.credit))
+            require(slot is not None and slot.index == receive.slot, "I1: a slot was given away under its scatter")
         _check_posted(world)
     if world.p is not None:
         _check_sending(world)
@@ -144,7 +147,7 @@ def _check_posted(world: World) -> None:
     open_receives = {(r.session, r.credit) for r in world.posted | world.cancelled}
     open_receives |= {(m.receive.session, m.receive.credit) for m in world.moving}
     for arena in world.d.arenas.values():
-        for slot in arena.slots:
+        for slot in arena.taken.values():
             if slot.state in (SlotState.POSTED, SlotState.CANCELLING):
                 require((arena.session, slot.credit) in open_receives, "I6: a credit is posted nowhere")
 
@@ -153,6 +156,7 @@ def _check_sending(world: World) -> None:
     assert world.p is not None
     gathering = {slot for slot, _ in world.gathers}
     sending = {slot for slot, _ in world.sends}
+    world.p.sending.check()
     for index, slot in enumerate(world.p.sending.slots):
         if slot.state is SendingState.FREE:
             require(index not in gathering | sending, "I1: a free sending slot is in use")
