@@ -20,6 +20,7 @@ from foundation.ids import NodeId, TransferId
 from foundation.kv_layout import KvLayout
 from kv_transfer.plan.parcels import ParcelName, partition_error, verified_prefix
 from kv_transfer.port import BeginTransfer
+from kv_transfer.protocol.digests import Digests
 from kv_transfer.protocol.events import End, Reserved, Stalled, Unavailable
 from kv_transfer.protocol.messages import (
     Accepted,
@@ -35,7 +36,6 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.state import State
-from kv_transfer.protocol.table import Table
 
 
 class DecodeState(State):
@@ -131,7 +131,7 @@ class DecodeTransfer:
     slot_bytes: int = 0
     parcels: tuple[ParcelName, ...] = ()
     granted: int = 0
-    verified: Table[int, int] = field(default_factory=Table)
+    verified: Digests = field(default_factory=Digests)
     manifest: Sealed | None = None
     first_token: bool = False
     void_failure: str = ""
@@ -185,13 +185,11 @@ def manifest_error(
 def verdict(transfer: DecodeTransfer, layout: KvLayout) -> type[Whole | BadManifest] | None:
     """Whether the transfer can commit. None: not yet. Each verified digest must be the manifest's, and the verified
     parcels must *partition* wanted positions x layers x heads: counting them is not enough."""
-    if transfer.manifest is None:
+    if transfer.manifest is None or len(transfer.verified) < len(transfer.parcels):
         return None
     sealed = transfer.manifest.parcels
     if any(sealed[index].digest != digest for index, digest in transfer.verified.items()):
         return BadManifest
-    if len(transfer.verified) < len(transfer.parcels):
-        return None
     wanted = ParcelName(transfer.from_position, transfer.end_position, 0, layout.layers, 0, layout.kv_heads)
     if partition_error([transfer.parcels[index] for index in transfer.verified], wanted):
         return BadManifest

@@ -20,6 +20,7 @@ from enum import auto
 
 from foundation.ids import CreditNumber, NodeId, SessionNonce, TransferId
 from kv_transfer.plan.parcels import ParcelName
+from kv_transfer.protocol.digests import Digests
 from kv_transfer.protocol.events import (
     Computed,
     LayersComputed,
@@ -45,7 +46,6 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.state import State
-from kv_transfer.protocol.table import Table
 
 
 class PrefillState(State):
@@ -140,7 +140,7 @@ class PrefillTransfer:
     parcels: tuple[ParcelName, ...] = ()
     credits: tuple[Credit, ...] = ()
     gathering: int = 0
-    digests: Table[int, int] = field(default_factory=Table)
+    digests: Digests = field(default_factory=Digests)
     first_token: FirstToken | None = None
     sealed: bool = False
     end_reason: str = ""

@@ -197,14 +197,15 @@ def _offer(wire: transfer_pb2.Offer) -> messages.Offer:
 def _credits(wire: transfer_pb2.Credits) -> messages.Credits:
     _need(0 < wire.slot_bytes <= LARGEST_SLOT_BYTES, "slot_bytes")
     _need(wire.nonce < NONCE_LIMIT, "nonce")
-    _bounded((credit.number for credit in wire.credits), CREDIT_NUMBER_LIMIT, "credits.number")
-    _bounded((credit.length for credit in wire.credits), LARGEST_SLOT_BYTES, "credits.length")
+    credits = tuple(messages.Credit(CreditNumber(credit.number), credit.length) for credit in wire.credits)
+    _need(all(credit.number < CREDIT_NUMBER_LIMIT for credit in credits), "credits.number")
+    _need(all(credit.length < LARGEST_SLOT_BYTES for credit in credits), "credits.length")
     return messages.Credits(
         transfer=_transfer(wire),
         from_position=wire.from_position,
         slot_bytes=wire.slot_bytes,
         first_parcel=wire.first_parcel,
-        credits=tuple(messages.Credit(CreditNumber(credit.number), credit.length) for credit in wire.credits),
+        credits=credits,
         nonce=SessionNonce(wire.nonce),
     )
 
