@@ -9,6 +9,7 @@ travels once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import islice, pairwise
 from math import lcm
 from typing import NamedTuple
@@ -87,6 +88,7 @@ def layout_mismatch(source: KvLayout, target: KvLayout) -> str | None:
     return None
 
 
+@lru_cache(maxsize=64)
 def _cell_grid(
     source: KvLayout, target: KvLayout, slot_bytes: int
 ) -> tuple[tuple[Range, ...], tuple[Range, ...], int, int]:
@@ -154,10 +156,11 @@ def partition_error(parcels: Iterable[ParcelName], wanted: ParcelName) -> str | 
     """None when the parcels cover `wanted` exactly; else `outside`, `overlap` or `hole`, with the parcel or place."""
     boxes = sorted(parcels)
     for box in boxes:
-        inside = all(
-            low <= first < end <= high for (low, high), (first, end) in zip(_sides(wanted), _sides(box), strict=True)
-        )
-        if not inside:
+        if not (
+            wanted.first_position <= box.first_position < box.end_position <= wanted.end_position
+            and wanted.first_layer <= box.first_layer < box.end_layer <= wanted.end_layer
+            and wanted.first_head <= box.first_head < box.end_head <= wanted.end_head
+        ):
             return f"outside: {box}"
     return _tiling_error([_sides(box) for box in boxes], _sides(wanted))
 
@@ -167,19 +170,23 @@ def _sides(box: ParcelName) -> tuple[Range, ...]:
 
 
 def _tiling_error(boxes: Sequence[tuple[Range, ...]], wanted: tuple[Range, ...]) -> str | None:
-    """Between two neighbouring cuts of the first axis, the boxes there must tile the remaining axes."""
+    """Between two neighbouring cuts of the first axis, the boxes there must tile the remaining axes; what has just done so need
+    not be looked at again."""
     if not wanted:
         return None if len(boxes) == 1 else ("overlap" if boxes else "hole")
     (low, high), *rest = wanted
     cuts = sorted({low, high, *(edge for box in boxes for edge in box[0])})
     active: list[tuple[Range, ...]] = []
+    tiled: list[tuple[Range, ...]] | None = None
     pending = sorted(boxes, reverse=True)
     for first, _ in pairwise(cuts):
         active = [box for box in active if box[0][1] > first]
         while pending and pending[-1][0][0] <= first:
             active.append(pending.pop())
-        if error := _tiling_error([box[1:] for box in active], tuple(rest)):
+        others = [box[1:] for box in active]
+        if others != tiled and (error := _tiling_error(others, tuple(rest))):
             return error if ":" in error else f"{error}: at position, layer or head {first}"
+        tiled = others
     return None
 
 

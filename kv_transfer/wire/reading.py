@@ -233,7 +233,12 @@ def _parcel_name(wire: transfer_pb2.ParcelName) -> ParcelName:
     name = ParcelName(
         wire.first_position, wire.end_position, wire.first_layer, wire.end_layer, wire.first_head, wire.end_head
     )
-    _need(all(first < end for first, end in (name[0:2], name[2:4], name[4:6])), "parcels.name")
+    in_order = (
+        name.first_position < name.end_position
+        and name.first_layer < name.end_layer
+        and name.first_head < name.end_head
+    )
+    _need(in_order, "parcels.name")
     return name
 
 

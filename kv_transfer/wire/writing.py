@@ -200,4 +200,15 @@ def _write_first_token(message: messages.FirstToken) -> transfer_pb2.FirstToken:
 
 
 def _write_sealed(item: messages.SealedParcel) -> transfer_pb2.SealedParcel:
-    return transfer_pb2.SealedParcel(name=transfer_pb2.ParcelName(**item.name._asdict()), digest=item.digest)
+    name = item.name
+    return transfer_pb2.SealedParcel(
+        name=transfer_pb2.ParcelName(
+            first_position=name.first_position,
+            end_position=name.end_position,
+            first_layer=name.first_layer,
+            end_layer=name.end_layer,
+            first_head=name.first_head,
+            end_head=name.end_head,
+        ),
+        digest=item.digest,
+    )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -151,6 +155,33 @@ def test_a_missing_a_double_and_a_stray_parcel_are_each_told_apart(
     assert (partition_error([*plan, chosen], wanted) or "").startswith("overlap")
     stray = chosen._replace(first_position=end_position, end_position=end_position + 1)
     assert (partition_error([*without, stray], wanted) or "").startswith("outside")
+
+
+def split(box: tuple[int, ...], dice: random.Random) -> list[tuple[int, ...]]:
+    """Parts that tile the box, cut at random and in no grid."""
+    cuttable = [axis for axis in (0, 2, 4) if box[axis + 1] - box[axis] > 1]
+    if not cuttable or dice.random() < 0.2:
+        return [box]
+    axis = dice.choice(cuttable)
+    cut = dice.randrange(box[axis] + 1, box[axis + 1])
+    low, high = (*box[: axis + 1], cut, *box[axis + 2 :]), (*box[:axis], cut, *box[axis + 1 :])
+    return split(low, dice) + split(high, dice)
+
+
+@given(st.randoms(use_true_random=False))
+def test_parcels_partition_what_is_wanted_if_and_only_if_each_cell_lies_in_one_of_them(dice: random.Random) -> None:
+    wanted = ParcelName(1, 5, 0, 4, 0, 3)
+    parcels = [ParcelName(*box) for box in split(wanted, dice)]
+    if dice.random() < 0.7:  # one of them a little different: a hole, an overlap, both, or as it was
+        index, axis = dice.randrange(len(parcels)), dice.randrange(6)
+        changed = list(parcels[index])
+        changed[axis] = min(max(changed[axis] + dice.choice((-1, 1)), wanted[axis // 2 * 2]), wanted[axis // 2 * 2 + 1])
+        parcels[index] = ParcelName(*changed)
+    covered = Counter(
+        cell for p in parcels for cell in itertools.product(range(*p[0:2]), range(*p[2:4]), range(*p[4:6]))
+    )
+    tiles = all(p.volume > 0 for p in parcels) and set(covered.values()) == {1} and len(covered) == wanted.volume
+    assert (partition_error(parcels, wanted) is None) == tiles
 
 
 @given(transfers(), st.data())
