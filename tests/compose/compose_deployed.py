@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 import grpc.aio
 from chaos_models import ServedModel
+from compose_certificates import Certificates
 from compose_engine import Engine
 from compose_project import SILENCE_LIMIT_S, WHOLE_LIMIT_S, Project, body_of, condition, usable
 from compose_prometheus import IMAGE as PROMETHEUS
 from compose_prometheus import Prometheus
+from compose_versions import COMPOSE_1
 
 from bench.ports import free_ports
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+ROUTERS = ("router", "router-1")
 NODES = {*PREFILL, *DECODE}
-SEEN = {f"router{number}:8000" for number in ("", "-1")} | {f"{node}:7102" for node in NODES}
+SEEN = {f"{router}:8000" for router in ROUTERS} | {f"{node}:7102" for node in NODES}
 """What Prometheus scrapes, as it names them."""
+FILES = ("docker-compose.yml", "tests/compose/small.yml")
+TLS = "deploy/compose/tls.yml"
 
 
 class Deployed(Project):
-    """The project with its two routers as clients see them."""
+    """The project with its two routers as clients see them. `tls`: under deploy/compose/tls.yml, with these certificates."""
 
-    def __init__(self, engine: Engine, model: ServedModel) -> None:
+    def __init__(
+        self, engine: Engine, model: ServedModel, tls: Certificates | None = None, tool: str = COMPOSE_1
+    ) -> None:
+        self.tls = tls
         http, grpc_port, http_1, grpc_1, prometheus = free_ports(5)
-        self.http = {"router": f"http://127.0.0.1:{http}", "router-1": f"http://127.0.0.1:{http_1}"}
+        scheme = "http" if tls is None else "https"
+        self.http = {"router": f"{scheme}://127.0.0.1:{http}", "router-1": f"{scheme}://127.0.0.1:{http_1}"}
         self.grpc = {"router": f"127.0.0.1:{grpc_port}", "router-1": f"127.0.0.1:{grpc_1}"}
         ports = {"HTTP_PORT": http, "GRPC_PORT": grpc_port, "HTTP_PORT_1": http_1, "GRPC_PORT_1": grpc_1}
         environment = {name: str(port) for name, port in ports.items()}
@@ -41,22 +51,33 @@ class Deployed(Project):
                 "LOAD_FORMAT": "dummy",
             }
             environment["SLOT_BYTES"] = str(model.slot_bytes)
-        super().__init__(engine, "decant", ("docker-compose.yml", "tests/compose/small.yml"), environment)
+        if tls is not None:
+            environment["TLS_FOLDER"] = str(tls.folder)
+        super().__init__(engine, "decant", FILES if tls is None else (*FILES, TLS), environment, tool)
+
+    async def get(self, service: str, path: str) -> str:
+        """A router is asked where clients ask it."""
+        if service not in self.http:
+            return await super().get(service, path)
+        trust = None if self.tls is None else self.tls.trust()
+        return await asyncio.to_thread(body_of, f"{self.http[service]}{path}", trust)
 
     async def usable(self, router: str = "router") -> set[str]:
-        return usable(await asyncio.to_thread(body_of, f"{self.http[router]}/health"))
+        return usable(await self.get(router, "/health"))
 
-    async def whole(self, limit_s: float = WHOLE_LIMIT_S) -> float:
-        """Seconds until both routers give work to every node."""
+    async def whole(self, nodes: Collection[str] = NODES, routers: Collection[str] = ROUTERS) -> float:
+        """Seconds until these routers give work to these nodes and to no others."""
 
         async def all_usable() -> bool:
-            return await self.usable() == NODES and await self.usable("router-1") == NODES
+            return all([await self.usable(router) == set(nodes) for router in routers])
 
-        return await condition(all_usable, limit_s, self.story)
+        def story() -> str:
+            tails = (f"--- {one}\n{self.logs(one, 15)}" for one in (*routers, *sorted(nodes)))
+            return f"{routers} give work to {nodes}\n" + "\n".join(tails)
 
-    def story(self) -> str:
-        tails = (f"--- {one}\n{self.logs(one, 15)}" for one in ("router", *sorted(NODES)))
-        return "both routers give work to every node\n" + "\n".join(tails)
+        return await condition(all_usable, WHOLE_LIMIT_S, story)
 
     def channel(self, router: str) -> grpc.aio.Channel:
+        if self.tls is not None:
+            return self.tls.channel(self.grpc[router])
         return grpc.aio.insecure_channel(self.grpc[router], options=(("grpc.enable_http_proxy", 0),))

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import re
-import signal
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from pathlib import Path
@@ -23,6 +22,15 @@ from chaos_load import Load, draw_questions
 from chaos_models import ServedModel, served_model
 from compose_deployed import DECODE, NODES, PREFILL, SEEN, Deployed
 from compose_engine import Engine
+from compose_harms import (
+    at_rest,
+    decode_killed_in_mid_stream,
+    node_restarted,
+    node_taken_off_the_network,
+    prefill_killed_in_mid_transfer,
+    redis_restarted,
+    second_router_restarted_with_streams,
+)
 from compose_images import NODE, ROUTER, Built
 from compose_load import all_is_well
 from compose_project import (
@@ -31,7 +39,6 @@ from compose_project import (
     WHOLE_LIMIT_S,
     body_of,
     condition,
-    process_state,
     processors,
     tell,
 )
@@ -52,7 +59,6 @@ ROUTER_READY_LIMIT_S = 3.0
 ROUTER_IMAGE_LIMIT_BYTES = 200 * 10**6
 REGISTRY_LEASE_S = 6.0
 QUESTIONS, STREAMS = 12, 4
-FAULTS = "tests/compose/faults.yml"
 OBSERVABILITY = "deploy/compose/observability.yml"
 ONLY_IN_TROUBLE = {
     "KV transfer: Failures, by reason",
@@ -61,7 +67,6 @@ ONLY_IN_TROUBLE = {
     "Trouble: Changed nothing, by reason",
 }
 """Panels that show nothing while all is well."""
-ANSWER_LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -250,89 +255,20 @@ async def test_f25_a_process_that_hangs_is_down_by_name(deployed: Deployed, load
 
 
 async def test_f01_a_prefill_node_killed_in_mid_transfer_costs_nobody_anything(deployed: Deployed, load: Load) -> None:
-    failed_before = await transfers_failed(deployed)
-    await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prefill-0", also=[FAULTS])
-    process, container = deployed.process("prefill-0"), deployed.container("prefill-0")
-
-    async def stopped_in_mid_transfer() -> bool:
-        return process_state(process) == "T"
-
-    await condition(stopped_in_mid_transfer, WHOLE_LIMIT_S, lambda: f"a third parcel:\n{deployed.logs('prefill-0')}")
-    await asyncio.to_thread(deployed.engine.docker, "kill", container)
-    assert deployed.state("prefill-0")["ExitCode"] == 128 + signal.SIGKILL
-    assert process_state(process) == ""
-
-    async def noticed() -> bool:
-        return await transfers_failed(deployed) > failed_before
-
-    await condition(noticed, 30 + SILENCE_LIMIT_S, "a decode node counts the transfer that failed")
+    await prefill_killed_in_mid_transfer(deployed, load)
     await deployed.prometheus.shows("KV transfer: Failures, by reason", of_the_last="10m")
-    await all_is_well(load)
-    await asyncio.to_thread(deployed.compose, "up", "--detach", "--no-deps", "prefill-0")
-    await deployed.whole()
-    await all_is_well(load)
-
-
-async def transfers_failed(deployed: Deployed) -> float:
-    metrics = [await deployed.metrics(decode) for decode in DECODE]
-    return sum(sum(one.nonzero("kv_transfer_failures_total").values()) for one in metrics)
 
 
 async def test_f05_f22_a_decode_node_killed_in_mid_stream_moves_its_streams_and_comes_back(
     deployed: Deployed, load: Load
 ) -> None:
-    moved_before = await streams_moved(deployed)
-
-    async def streams() -> bool:
-        return (await deployed.metrics("decode-0")).value("requests_running") >= 1
-
-    await condition(streams, WHOLE_LIMIT_S, "decode-0 streams")
-    container = deployed.container("decode-0")
-    await asyncio.to_thread(deployed.engine.docker, "kill", container)
-    assert deployed.state("decode-0")["ExitCode"] == 128 + signal.SIGKILL
-
-    async def moved() -> bool:
-        return await streams_moved(deployed) > moved_before
-
-    await condition(moved, 30 + SILENCE_LIMIT_S, "a router moved a request")
-    await all_is_well(load)
-    await asyncio.to_thread(deployed.engine.docker, "start", container)
-    await deployed.whole()
-    await all_is_well(load)
-
-
-async def streams_moved(deployed: Deployed) -> float:
-    return (await deployed.metrics("router")).value("request_attempts_total", reason="node_lost")
+    await decode_killed_in_mid_stream(deployed, load)
 
 
 async def test_a_node_taken_off_the_network_is_missed_by_nobody_and_comes_back_under_load(
     deployed: Deployed, load: Load
 ) -> None:
-    container, network = deployed.container("decode-1"), f"{deployed.name}_inner"
-    await asyncio.to_thread(deployed.engine.docker, "network", "disconnect", "--force", network, container)
-    lost_after = await condition(
-        lambda: refused(deployed, "decode-1"), 10 + SILENCE_LIMIT_S, "the router refuses decode-1 work"
-    )
-    assert deployed.engine.inspect(container)["NetworkSettings"]["Networks"] == {}
-    assert deployed.state("decode-1")["Status"] == "running"
-    await all_is_well(load)
-    tell(f"a node without a network is refused work after {lost_after:.1f} s")
-    restarts = deployed.engine.inspect(container)["RestartCount"]
-    await asyncio.to_thread(deployed.engine.docker, "network", "connect", "--alias", "decode-1", network, container)
-
-    async def begun_again() -> bool:
-        """Its interface has another name now, and UCX keeps to the old one: it ends, and Docker starts it."""
-        return bool(deployed.engine.inspect(container)["RestartCount"] > restarts)
-
-    await condition(begun_again, WHOLE_LIMIT_S, lambda: f"decode-1 begins again:\n{deployed.logs('decode-1')}")
-    assert "DataDevicesReplaced" in deployed.logs("decode-1", 2000)
-    await deployed.whole()
-    await deployed.receives_kv("decode-1")
-    await all_is_well(load)
-
-
-async def refused(deployed: Deployed, node: str) -> bool:
-    return node not in await deployed.usable()
+    await node_taken_off_the_network(deployed, load)
 
 
 async def test_f27_without_prefill_nodes_decode_nodes_serve_alone_until_they_are_back(
@@ -397,17 +333,7 @@ async def test_f32_an_address_that_is_not_the_machines_ends_the_start_by_name(de
 
 async def test_f23_every_node_is_restarted_in_turn_under_load(deployed: Deployed, load: Load) -> None:
     for node in (*PREFILL, *DECODE):
-        before = deployed.state(node)["StartedAt"]
-        begun = time.monotonic()
-        await asyncio.to_thread(deployed.compose, "restart", "--timeout", "75", node)
-        stopped_s = time.monotonic() - begun
-        state = deployed.state(node)
-        assert state["StartedAt"] != before
-        drained = [line for line in deployed.logs(node, 2000).splitlines() if '"drained"' in line]
-        assert drained, f"{node} did not drain:\n{deployed.logs(node)}"
-        ready_s = await deployed.whole()
-        tell(f"{node} drained and restarted in {stopped_s:.0f} s, given work after {ready_s:.0f} s more")
-        await all_is_well(load)
+        await node_restarted(deployed, load, node)
 
 
 async def test_f24_redis_is_gone_for_longer_than_its_leases_and_nodes_come_back_to_it(
@@ -436,44 +362,13 @@ async def test_f24_redis_is_gone_for_longer_than_its_leases_and_nodes_come_back_
 
 
 async def test_redis_is_restarted_under_load(deployed: Deployed, load: Load) -> None:
-    await asyncio.to_thread(deployed.compose, "restart", "redis")
-    await deployed.whole()
-    await all_is_well(load)
+    await redis_restarted(deployed, load)
 
 
 async def test_one_of_two_routers_is_restarted_its_streams_end_first_and_the_others_notice_nothing(
     deployed: Deployed, load: Load, model: ServedModel
 ) -> None:
-    only_real(model)
-    reference = max(all_references(), key=lambda one: (one.finish_reason == "length", len(one.output_ids)))
-    begun = asyncio.Event()
-
-    async def one_answer() -> list[int]:
-        async with deployed.channel("router-1") as channel:
-            stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
-            request = inference_pb2.GenerateRequest(
-                token_ids=inference_pb2.TokenIds(ids=reference.prompt_ids),
-                sampling=inference_pb2.SamplingOptions(temperature=0, max_tokens=32),
-            )
-            tokens: list[int] = []
-            responses: AsyncIterable[inference_pb2.GenerateResponse] = stub.Generate(request, timeout=ANSWER_LIMIT_S)
-            async for response in responses:
-                tokens += [token.token_id for token in response.tokens]
-                begun.set()
-            return tokens
-
-    answers = [asyncio.create_task(one_answer()) for _ in range(3)]
-    await asyncio.wait_for(begun.wait(), ANSWER_LIMIT_S)
-    under_way = sum(not answer.done() for answer in answers)
-    assert under_way, "nothing is under way that a restart could break"
-    before = deployed.state("router-1")["StartedAt"]
-    restart = asyncio.create_task(asyncio.to_thread(deployed.compose, "restart", "--timeout", "75", "router-1"))
-    for tokens in await asyncio.gather(*answers):
-        near_tie_or_none(tokens, reference)
-    await restart
-    assert deployed.state("router-1")["StartedAt"] != before
-    await deployed.whole()
-    await all_is_well(load)
+    await second_router_restarted_with_streams(deployed, load, model, answer_tokens=model.answer_tokens[1])
 
 
 async def test_every_panel_and_rule_can_be_evaluated_and_panels_have_data_under_load(
@@ -498,19 +393,7 @@ async def test_at_the_end_nothing_is_held_and_no_answer_was_wrong(deployed: Depl
     )
     assert verdict.errors == []
     assert verdict.wrong == []
-    left: list[str] = []
-
-    async def at_rest() -> bool:
-        left.clear()
-        for node in sorted(NODES):
-            metrics = await deployed.metrics(node)
-            slots = {state for state in metrics.nonzero("staging_slots") if state != "free"}
-            held = metrics.blocks()["in_use"] + metrics.value("requests_running") + metrics.value("requests_waiting")
-            if slots or held:
-                left.append(f"{node}: {held} held, slots {slots}")
-        return not left
-
-    await condition(at_rest, 40 + 2 * SILENCE_LIMIT_S, lambda: f"nothing is held; {left}")
+    await at_rest(deployed)
 
 
 async def test_down_leaves_only_the_volumes_and_with_them_nothing(deployed: Deployed) -> None:

@@ -21,12 +21,13 @@ ROUTER, PREFILL, DECODE, GPU, RDMA, ROUTER_TLS, NODE_TLS = (
     f"deploy/compose/host-{name}.yml"
     for name in ("router", "prefill", "decode", "gpu", "rdma", "router-tls", "node-tls")
 )
-TLS, OBSERVABILITY = (f"deploy/compose/{name}.yml" for name in ("tls", "observability"))
+TLS, CLIENTS, OBSERVABILITY = (f"deploy/compose/{name}.yml" for name in ("tls", "tls-clients", "observability"))
 SETUPS = {
     "cpu": ("cpu,two-routers", (ONE,)),
     "gpu": ("gpu", (ONE,)),
     "observability": ("cpu", (ONE, OBSERVABILITY)),
     "tls": ("cpu,two-routers", (ONE, TLS)),
+    "tls-clients": ("cpu,two-routers", (ONE, TLS, CLIENTS)),
     "tls-gpu": ("gpu", (ONE, TLS)),
     "tests": ("cpu,two-routers", (ONE, *(f"tests/compose/{name}.yml" for name in ("small", "faults", "clocks")))),
     "host-router": ("", (ROUTER,)),

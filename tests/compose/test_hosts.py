@@ -9,22 +9,20 @@ import asyncio
 import os
 import random
 import signal
-import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
-from certificates import SERVER_NAME, Authority
 from chaos_load import Load, draw_questions
 from chaos_models import ServedModel, served_model
 from chaos_network import Network, free_number
+from compose_certificates import USER, Certificates, said_to
 from compose_engine import Engine
 from compose_images import Built
 from compose_load import all_is_well
@@ -32,10 +30,9 @@ from compose_project import SILENCE_LIMIT_S, WHOLE_LIMIT_S, Project, body_of, co
 from pd_nodes import Metrics
 from references import all_references, near_tie_or_none
 
-from decant.client import ApiError, AsyncClient, Tls
+from decant.client import ApiError, AsyncClient
 from decant.default_model import cache_root, ensure_default_model
 from decant.new_key import command as new_key
-from foundation.api_keys import Scope, add_api_key
 
 pytestmark = [
     pytest.mark.docker,
@@ -49,27 +46,7 @@ ROLES = ("router", "prefill", "decode")
 TLS_FILES = {"router": "deploy/compose/host-router-tls.yml"} | dict.fromkeys(
     ("prefill", "decode"), "deploy/compose/host-node-tls.yml"
 )
-USER = 10001
 QUESTIONS, STREAMS = 6, 2
-
-
-class Certificates:
-    """One folder for every machine, as the override files describe it."""
-
-    def __init__(self, folder: Path, router_address: str) -> None:
-        self.folder = folder
-        self.member = Authority(folder).issue("node")
-        front = Authority(folder / "front")
-        public = front.issue("public", router_address)
-        public.certificate.rename(folder / "public.pem")
-        public.private_key.rename(folder / "public.key")
-        self.front = front.file
-        self.api_key = add_api_key(folder / "api-keys", "test", Scope.INFERENCE)
-        for path in (folder, *folder.iterdir()):
-            os.chown(path, USER, USER)
-
-    def trust(self) -> ssl.SSLContext:
-        return ssl.create_default_context(cafile=str(self.front))
 
 
 class Hosts:
@@ -257,8 +234,7 @@ async def test_under_tls_the_machines_find_each_other_and_kv_travels(guarded: Ho
     assert certificates is not None
 
     async def kv_travels_with_an_answer() -> bool:
-        tls = Tls(ca_file=certificates.front)
-        async with AsyncClient(address, api_key=certificates.api_key, tls=tls) as client:
+        async with AsyncClient(address, api_key=certificates.api_key, tls=certificates.tls()) as client:
             answer = await client.complete(reference.prompt_ids, max_tokens=32, temperature=0.0)
         near_tie_or_none(answer.token_ids, reference)
         return await received(guarded) > 0
@@ -271,7 +247,7 @@ async def test_under_tls_no_machine_lets_in_who_shows_nothing(guarded: Hosts) ->
     assert guarded.tls is not None
     router = f"{guarded.network.address('router')}:9000"
     for api_key, tls, status in (
-        (None, Tls(ca_file=guarded.tls.front), grpc.StatusCode.UNAUTHENTICATED),
+        (None, guarded.tls.tls(), grpc.StatusCode.UNAUTHENTICATED),
         (guarded.tls.api_key, None, grpc.StatusCode.UNAVAILABLE),
     ):
         async with AsyncClient(router, api_key=api_key, tls=tls) as client:
@@ -279,17 +255,6 @@ async def test_under_tls_no_machine_lets_in_who_shows_nothing(guarded: Hosts) ->
                 await client.complete("x", max_tokens=1)
             assert caught.value.status is status
     for role, port in (("router", 9001), ("prefill", 7100), ("decode", 7100)):
-        assert await said_to(f"{guarded.network.address(role)}:{port}", guarded.tls, member=False) == "UNAVAILABLE"
-        assert await said_to(f"{guarded.network.address(role)}:{port}", guarded.tls, member=True) == "UNIMPLEMENTED"
-
-
-async def said_to(address: str, tls: Certificates, *, member: bool) -> str:
-    """What a caller who trusts the authority hears; a `member` shows a certificate, too."""
-    files = (tls.member.authority, *((tls.member.private_key, tls.member.certificate) if member else ()))
-    credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
-    options = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.enable_http_proxy", 0))
-    async with grpc.aio.secure_channel(address, credentials, options) as channel:
-        ask: Any = channel.unary_unary("/decant.v1.Nothing/Nothing")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(b"", timeout=15)
-        return caught.value.code().name
+        address = f"{guarded.network.address(role)}:{port}"
+        assert await said_to(address, guarded.tls.internal(certificate=False)) is grpc.StatusCode.UNAVAILABLE
+        assert await said_to(address, guarded.tls.internal(certificate=True)) is grpc.StatusCode.UNIMPLEMENTED
