@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import sys
 import time
 from dataclasses import dataclass, replace
 from itertools import product
@@ -38,6 +39,7 @@ from kv_transfer.port import BeginTransfer
 from kv_transfer.prefill_driver import PrefillDriver
 from kv_transfer.transport.base import DataSession, Landed, ReceiveOutcome, SendOutcome, Sent, credit_tag
 from kv_transfer.transport.ucx_environment import DEFAULT_LANES, DEVICE_LANES, ucx_environment
+from node.engine_setup import SWITCH_INTERVAL_S
 from node.options import DecodeOptions, PrefillOptions
 
 IN_FLIGHT = 4
@@ -71,6 +73,8 @@ class Side:
     def __init__(self, plan: LinkPlan, device: str, pipe: Connection) -> None:
         from kv_transfer.transport.ucx import UcxTransport
 
+        if plan.on_gpus:
+            sys.setswitchinterval(SWITCH_INTERVAL_S)  # as a node does
         self.plan, self.pipe = plan, pipe
         pool = _new_pool(plan, device)
         self.pools = {"": pool, " without digests": _without_digests(pool)} if plan.on_gpus else {"": pool}
