@@ -13,7 +13,6 @@ Must not know: routers, nodes, engines.
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import re
@@ -24,6 +23,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from bench.ports import free_port
 from bench.serving.link_sides import ROUNDS, LinkPlan, decode_side, in_mib, prefill_side
@@ -100,7 +101,7 @@ def _in_processes(plan: LinkPlan, sides: list[Any]) -> Iterator[tuple[str, float
 def _run_side(side: Any, plan: LinkPlan, between: Connection, figures: Connection) -> None:
     apply_ucx_environment(plan.environment())
     try:
-        asyncio.run(side(plan, between, figures))
+        uvloop.run(side(plan, between, figures))  # as a node does
     except BaseException as error:  # the process's root
         figures.send(f"{side.__name__}: {type(error).__name__}: {error}")
         raise
