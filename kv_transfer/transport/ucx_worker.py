@@ -51,15 +51,17 @@ class HoldsRequest(Protocol):
 class UcxEndpoint:
     """The way to one peer's worker. All operations return the binding's request, which has a `future`."""
 
-    def __init__(self, handle: Any, binding: Any) -> None:
+    def __init__(self, handle: Any, tag: Callable[[int], Any], array: Callable[[Bytes], Any]) -> None:
+        """`tag` and `array` are the binding's, which is imported only where there is a worker."""
         self._handle = handle
-        self._binding = binding
+        self._tag = tag
+        self._array = array
 
     def tag_send(self, tag: int, buffer: Bytes) -> Any:
-        return self._handle.tag_send(_array(buffer), self._binding.UCXXTag(tag))
+        return self._handle.tag_send(self._array(buffer), self._tag(tag))
 
     def tag_receive(self, tag: int, buffer: Bytes) -> Any:
-        return self._handle.tag_recv(_array(buffer), self._binding.UCXXTag(tag))
+        return self._handle.tag_recv(self._array(buffer), self._tag(tag))
 
     def on_close(self, callback: Any) -> None:
         """`callback()` runs on UCX's thread when the endpoint fails or is closed; at once when it has failed already."""
@@ -91,8 +93,10 @@ class UcxWorker:
 
     def __init__(self, device: CudaDevice | None = None) -> None:
         import ucxx._lib.libucxx as binding
+        from ucxx._lib.arr import Array
 
         self._binding = binding
+        self._array = Array
         self._device = device
         enter = _do_nothing if device is None else device.use_in_this_thread
         self._loop = asyncio.get_running_loop()
@@ -130,7 +134,7 @@ class UcxWorker:
             handle = self._binding.UCXEndpoint.create_from_worker_address(self._worker, address, True)
         except self._binding.UCXError as error:
             raise TransportError("unreachable", f"no UCX lane to this peer: {error}") from error
-        return UcxEndpoint(handle, self._binding)
+        return UcxEndpoint(handle, self._binding.UCXXTag, self._array)
 
     def start(self, blocking: Callable[[], Done]) -> Future[Done]:
         """Have the control thread run it, after what it was given before."""
@@ -168,7 +172,7 @@ class UcxWorker:
             if not found.matched or found.length > _STRAY_LIMIT_BYTES:
                 return dropped
             buffer = np.empty(max(found.length, 1), np.uint8)
-            request = self._worker.tag_recv_with_handle(_array(buffer), self._worker.tag_probe(*where, True))
+            request = self._worker.tag_recv_with_handle(self._array(buffer), self._worker.tag_probe(*where, True))
             # Held until it is done, as every request and buffer must be.
             self._strays[id(request)] = request, buffer
             request.future.add_done_callback(partial(self._stray_dropped, id(request)))
@@ -209,9 +213,3 @@ def _do_nothing() -> None:
 def _destroy_unwanted(made: Future[UcxEndpoint]) -> None:
     if not made.cancelled():
         made.result().destroy()
-
-
-def _array(buffer: Bytes) -> Any:
-    from ucxx._lib.arr import Array
-
-    return Array(buffer)
