@@ -10,11 +10,6 @@ Calls let go of the interpreter lock. Must not know: plans, layers' names, threa
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -24,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from foundation.native_library import native_library
+
 SOURCE = Path(__file__).with_name("paged_rows.c")
 FLAGS = (
-    *("-O3", "-march=native", "-mprefer-vector-width=512", "-shared", "-fPIC"),
+    *("-O3", "-march=native", "-mprefer-vector-width=512"),
     # Sums may be reordered into vector code; NaN and infinity keep their meaning.
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
 )
 LANES = 16
-COMPILE_LIMIT_S = 60.0
 
 Int64 = npt.NDArray[np.int64]
 
@@ -91,15 +87,12 @@ class RowsKernel:
 @cache
 def rows_kernel(head_dim: int, group: int) -> RowsKernel | None:
     """Compiled once a machine (about a second); None where it cannot be compiled or this shape has no whole vectors."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None or head_dim % LANES:
+    if head_dim % LANES:
         return None
-    constants = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
-    try:
-        library = ctypes.CDLL(str(_compiled(compiler, constants)))
-    except (OSError, subprocess.SubprocessError):
+    library = native_library(SOURCE, (*FLAGS, f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}"), ("-lm",))
+    if library is None:
         return None
-    function = library.attend_queries
+    function = ctypes.CDLL(str(library)).attend_queries
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     function.restype = None
     function.argtypes = [
@@ -110,22 +103,3 @@ def rows_kernel(head_dim: int, group: int) -> RowsKernel | None:
         *(ctypes.c_float, pointer),
     ]
     return RowsKernel(function, head_dim)
-
-
-def _compiled(compiler: str, constants: tuple[str, ...]) -> Path:
-    """The library's path. Its name holds everything that decides its content, this machine's processor included."""
-    processor = {
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
-    }
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_LIMIT_S).stdout
-    content = repr((SOURCE.read_text(), FLAGS, constants, sorted(processor), version))
-    folder = Path(os.environ.get("DECANT_CACHE") or Path.home() / ".cache" / "decant") / "native"
-    library = folder / f"paged_rows-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / library.name
-            command = [compiler, *FLAGS, *constants, "-o", str(made), str(SOURCE), "-lm"]
-            subprocess.run(command, capture_output=True, check=True, timeout=COMPILE_LIMIT_S)
-            made.replace(library)  # whole or not at all, also when several processes start at once
-    return library

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.contact import HANDLE_BYTES
+from kv_transfer.transport.peer_mappings import peer_mappings
 
 _LAZY_PEER_ACCESS = 1
 
@@ -130,6 +131,8 @@ class CudaDevice:
             with contextlib.suppress(TransportError):
                 self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
                 addresses.append(address.value)
+                if mappings := peer_mappings():
+                    mappings.keep(handle, address.value)
         return PeerMemory(self, addresses)
 
     def free(self, address: int) -> None:
@@ -156,16 +159,19 @@ class _Allocation:
 
 
 class PeerMemory:
-    """A peer's memory, mapped here until `close`. UCX maps what it reads for as long as it reads it; where it is mapped already
-    that costs nothing, while mapping it anew for each burst of messages took a hundred times longer than copying."""
+    """A peer's memory, mapped here until `close`, and known to `peer_mappings` for as long: mapping it anew for each burst of
+    messages took a hundred times longer than copying."""
 
     def __init__(self, device: CudaDevice, addresses: Sequence[int]) -> None:
         self._device = device
         self._addresses = list(addresses)
 
     def close(self) -> None:
-        """On a thread that may wait for the GPU."""
+        """On a thread that may wait for the GPU. Nobody may read it any more."""
         self._device.use_in_this_thread()
         while self._addresses:
+            address = self._addresses.pop()
+            if mappings := peer_mappings():
+                mappings.drop(address)
             with contextlib.suppress(TransportError):
-                self._device.call("cuIpcCloseMemHandle", ctypes.c_uint64(self._addresses.pop()))
+                self._device.call("cuIpcCloseMemHandle", ctypes.c_uint64(address))

@@ -68,7 +68,7 @@ def ucx_environment(
         # sends everything through host memory, three orders slower, without a word.
         settings |= {"UCX_RNDV_SCHEME": "get_zcopy", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
         # A cached mapping lives as long as this process, also that of a peer long dead, whose memory it holds: each life of a
-        # prefill node would cost a decode node its slots (openucx/ucx#11753). Mapping anew was measured to cost nothing.
+        # prefill node would cost a decode node its slots (openucx/ucx#11753). `peer_mappings` does what it is for.
         settings["UCX_CUDA_IPC_CACHE"] = "n"
     if interface:
         settings["UCX_NET_DEVICES"] = interface

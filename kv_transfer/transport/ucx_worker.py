@@ -29,6 +29,7 @@ import numpy as np
 
 from kv_transfer.transport.base import Bytes, TransportError
 from kv_transfer.transport.cuda_memory import CudaDevice
+from kv_transfer.transport.peer_mappings import peer_mappings
 
 Done = TypeVar("Done")
 
@@ -92,6 +93,8 @@ class UcxWorker:
     """Made on the asyncio thread, whose loop completes all futures. With a `device` its threads may touch GPU memory."""
 
     def __init__(self, device: CudaDevice | None = None) -> None:
+        if device is not None:
+            peer_mappings()
         import ucxx._lib.libucxx as binding
         from ucxx._lib.arr import Array
 

@@ -27,10 +27,13 @@ from kv_transfer.transport.base import (
     TransportError,
 )
 from kv_transfer.transport.cuda_memory import DeviceBytes
+from kv_transfer.transport.peer_mappings import peer_mappings
 from kv_transfer.transport.self_test import measure_lane
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sockets]
 RESTARTS = 20
+BUSY_CYCLES = 8_000_000_000
+"""Some four seconds."""
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 PLACES = [
     pytest.param(Where(near=0, far=0), id="same_gpu"),
@@ -98,6 +101,32 @@ async def test_several_in_flight_land_each_in_its_own_slot_of_one_allocation(wor
         await world.far_send(7, tag(number), size, seed=number)
     assert [await soon(outcome) for outcome in landed] == [Landed(tag(number)) for number in range(6)]
     assert all(whole(slot, number) for number, slot in enumerate(slots))
+
+
+@both_directions
+async def test_a_message_lands_while_the_gpu_is_busy_and_waits_for_nothing(world: DeviceWorld) -> None:
+    """UCX's own unmapping of what it has read would wait until the kernel ends, and so would all that is launched meanwhile."""
+    near = await Near.dial(world, await world.listen())
+    mappings = peer_mappings()
+    assert mappings is not None
+    buffers, asked_before = [world.room(1 << 20) for _ in range(4)], mappings.answered
+    with torch.cuda.device(world.where.near):
+        busy, other, ended = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        small = torch.zeros(8, device="cuda")
+        with torch.cuda.stream(busy):
+            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+            ended.record(busy)
+        for number, buffer in enumerate(buffers):
+            landed = receive(near, number, buffer)
+            await world.far_send(7, tag(number), buffer.size, seed=number)
+            assert await soon(landed) == Landed(tag(number))
+            with torch.cuda.stream(other):
+                small += 1
+        other.synchronize()
+        assert not ended.query(), "somebody waited for the kernel"  # type: ignore[no-untyped-call]
+        ended.synchronize()
+    assert mappings.answered >= asked_before + len(buffers)
+    assert all(whole(buffer, number) for number, buffer in enumerate(buffers))
 
 
 async def test_f33_a_receive_cancelled_before_its_match_is_never_written(world: DeviceWorld) -> None:

@@ -1,0 +1,46 @@
+"""C sources of our own, compiled for this machine when they are first needed and kept in the cache folder.
+
+Must not know: what they compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+COMPILE_LIMIT_S = 60.0
+
+
+def native_library(source: Path, flags: Sequence[str] = (), libraries: Sequence[str] = ()) -> Path | None:
+    """The shared library's path: about a second the first time on a machine. None where there is no C compiler, or it fails."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    try:
+        return _compiled(compiler, source, (*flags, *libraries))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _compiled(compiler: str, source: Path, options: tuple[str, ...]) -> Path:
+    """Its name holds everything that decides its content, this machine's processor included."""
+    processor = {
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+    }
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_LIMIT_S).stdout
+    content = repr((source.read_text(), options, sorted(processor), version))
+    folder = Path(os.environ.get("DECANT_CACHE") or Path.home() / ".cache" / "decant") / "native"
+    library = folder / f"{source.stem}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / library.name
+            command = [compiler, "-shared", "-fPIC", "-o", str(made), str(source), *options]
+            subprocess.run(command, capture_output=True, check=True, timeout=COMPILE_LIMIT_S)
+            made.replace(library)  # whole or not at all, also when several processes start at once
+    return library
