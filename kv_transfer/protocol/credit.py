@@ -88,8 +88,8 @@ def all_free(slots: int) -> tuple[SlotIndex, ...]:
 class Arena:
     """D's staging for one session. `slot_bytes` is the largest payload; `credits_returned` counts resolved credits.
 
-    A slot is `free` (the lowest first) or `taken` under its credit; `posted_bytes` are those of all that are POSTED. Nothing that
-    happens for each parcel looks at all slots.
+    A slot is `free` (the lowest first) or `taken` under its credit; `posted_bytes` are those of all that are POSTED. What happens
+    for each parcel copies references to slots and searches none.
     """
 
     peer: NodeId

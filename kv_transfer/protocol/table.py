@@ -1,7 +1,7 @@
 """An immutable mapping: what the states of the protocol keep their parts in.
 
 Hashable, so that a search can recognise a state; a change makes a copy, which is cheap at the sizes that occur here
-(the peers, sessions and transfers of one node).
+(the peers, sessions and transfers of one node, the slots of a session).
 """
 
 from __future__ import annotations
