@@ -5,6 +5,7 @@ Must not know: what they compute.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
@@ -16,19 +17,22 @@ from pathlib import Path
 COMPILE_LIMIT_S = 60.0
 
 
-def native_library(source: Path, flags: Sequence[str] = (), libraries: Sequence[str] = ()) -> Path | None:
-    """The shared library's path: about a second the first time on a machine. None where there is no C compiler, or it fails."""
+def native_library(
+    source: Path, flags: Sequence[str] = (), libraries: Sequence[str] = (), mode: int = ctypes.DEFAULT_MODE
+) -> ctypes.CDLL | None:
+    """Compiled and loaded: about a second the first time on a machine. None where there is no C compiler, it fails, or the cache
+    folder cannot hold what it makes: it is nowhere, read-only, or nothing in it may be run."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
     try:
-        return _compiled(compiler, source, (*flags, *libraries))
-    except (OSError, subprocess.SubprocessError):
+        return ctypes.CDLL(str(_compiled(compiler, source, (*flags, *libraries))), mode=mode)
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: this user has no home
         return None
 
 
 def _compiled(compiler: str, source: Path, options: tuple[str, ...]) -> Path:
-    """Its name holds everything that decides its content, this machine's processor included."""
+    """The library's path. Its name holds everything that decides its content, this machine's processor included."""
     processor = {
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     }

@@ -92,7 +92,7 @@ def rows_kernel(head_dim: int, group: int) -> RowsKernel | None:
     library = native_library(SOURCE, (*FLAGS, f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}"), ("-lm",))
     if library is None:
         return None
-    function = ctypes.CDLL(str(library)).attend_queries
+    function = library.attend_queries
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     function.restype = None
     function.argtypes = [

@@ -11,7 +11,8 @@ typedef int (*Close)(Address);
 
 enum { SUCCESS = 0, NOT_INITIALIZED = 3, AT_MOST = 4096 };
 
-static struct { Handle handle; Address address; } kept[AT_MOST];
+/* `lent`: how often it was answered and not closed since. What UCX had from the driver, before it was kept, it gives back there. */
+static struct { Handle handle; Address address; int lent; } kept[AT_MOST];
 static int count;
 static long long answered;
 static Open driver_open;
@@ -31,6 +32,7 @@ int mappings_keep(const Handle *handle, Address address)
     int fits = count < AT_MOST;
     if (fits) {
         kept[count].handle = *handle;
+        kept[count].lent = 0;
         kept[count++].address = address;
     }
     pthread_mutex_unlock(&lock);
@@ -43,7 +45,13 @@ void mappings_drop(Address address)
     pthread_mutex_lock(&lock);
     for (int index = 0; index < count; index++)
         if (kept[index].address == address) {
+            int lent = kept[index].lent;
             kept[index] = kept[--count];
+            for (int other = 0; other < count; other++)
+                if (kept[other].address == address) {
+                    kept[other].lent += lent;
+                    break;
+                }
             break;
         }
     pthread_mutex_unlock(&lock);
@@ -64,6 +72,7 @@ int cuIpcOpenMemHandle_v2(Address *address, Handle handle, unsigned flags)
     for (int index = 0; index < count && !found; index++)
         if (!memcmp(&kept[index].handle, &handle, sizeof handle)) {
             *address = kept[index].address;
+            kept[index].lent++;
             found = 1;
             answered++;
         }
@@ -78,7 +87,10 @@ int cuIpcCloseMemHandle(Address address)
     int found = 0;
     pthread_mutex_lock(&lock);
     for (int index = 0; index < count && !found; index++)
-        found = kept[index].address == address;
+        if (kept[index].address == address && kept[index].lent) {
+            kept[index].lent--;
+            found = 1;
+        }
     pthread_mutex_unlock(&lock);
     if (found)
         return SUCCESS;

@@ -29,9 +29,9 @@ SOURCE = Path(__file__).with_name("peer_mappings.c")
 
 
 class PeerMappings:
-    def __init__(self, library: Path, driver: ctypes.CDLL) -> None:
-        """`driver`: libcuda, or what stands in for it in tests. OSError where the library cannot be loaded."""
-        self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    def __init__(self, library: ctypes.CDLL, driver: ctypes.CDLL) -> None:
+        """`library`: of SOURCE, in the global scope. `driver`: libcuda, or what stands in for it in tests."""
+        self._library = library
         self._library.mappings_answered.restype = ctypes.c_longlong
         self._library.mappings_stand_before(
             ctypes.cast(driver.cuIpcOpenMemHandle_v2, ctypes.c_void_p),
@@ -55,8 +55,10 @@ class PeerMappings:
 @cache
 def peer_mappings() -> PeerMappings | None:
     """This process's; to be called before UCX is loaded. None where it cannot be compiled: then all goes to the driver."""
-    library = native_library(SOURCE, ("-O2",), ("-lpthread",))
+    library = native_library(SOURCE, ("-O2",), ("-lpthread",), ctypes.RTLD_GLOBAL)
     if library is None:
-        log.warning("no C compiler: each message that is read from a peer's GPU waits until this one is idle")
+        log.warning(
+            "no C compiler, or no cache folder: each message that is read from a peer's GPU waits until this one is idle"
+        )
         return None
     return PeerMappings(library, ctypes.CDLL("libcuda.so.1"))

@@ -33,7 +33,7 @@ from kv_transfer.transport.peer_mappings import SOURCE, PeerMappings
 
 folder = Path(sys.argv[1])
 driver = ctypes.CDLL(str(folder / "libstandin.so"))
-library = native_library(SOURCE, ("-O2",), ("-lpthread",))
+library = native_library(SOURCE, ("-O2",), ("-lpthread",), ctypes.RTLD_GLOBAL)
 assert library is not None
 mappings = PeerMappings(library, driver)
 module = ctypes.CDLL(str(folder / "module.so"))
@@ -53,6 +53,14 @@ assert module.module_open(5) == 0x7F0000000000, "another session keeps it"
 mappings.drop(0x7F0000000000)
 mappings.drop(0x7F0000000000)
 assert module.module_open(5) == 0x5001 and close(0x7F0000000000) == 0x7F0000000000 % 7 and asked() == (3, 3)
+mappings.keep(handle(5), 0x5001)
+assert close(0x5001) == 0x5001 % 7 and asked() == (3, 4), "what the driver mapped before it was kept goes back to the driver"
+assert module.module_open(5) == 0x5001 and close(0x5001) == 0 and asked() == (3, 4)
+mappings.keep(handle(5), 0x5001)
+assert module.module_open(5) == 0x5001
+mappings.drop(0x5001)
+assert close(0x5001) == 0 and asked() == (3, 4), "one session's end takes nothing from what another keeps"
+mappings.drop(0x5001)
 for first in range(5000):
     mappings.keep(first.to_bytes(2, "little") + bytes(62), first + 1)
 assert module.module_open(5) == 6, "beyond its room nothing is kept, and what is kept stays"
