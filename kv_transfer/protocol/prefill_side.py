@@ -236,23 +236,30 @@ def _gathered(turn: PrefillTurn, event: Gathered) -> None:
 
 
 def _send_refused(turn: PrefillTurn, event: SendRefused) -> None:
-    """Not one byte has left: the credit is as unused as before."""
+    """Not one byte has left: the credit is as unused as before. Once `Drained` has named it as used, D cannot be told: then its
+    slot is free again only with the session."""
     slot = turn.sending.slots[event.slot]
     turn.sending = turn.sending.take(event.slot, SendingStep.SENT)
     transfer = turn.transfers.get(slot.transfer)
     if transfer is not None and transfer.state is not PrefillState.ENDING:
         unused = replace(transfer, digests=transfer.digests.drop(slot.parcel_index))
         turn.end(unused, SendRefused, event.reason, failed=True)
+    else:
+        _session_lost(turn, slot.session, event.reason)
     turn.pump()
 
 
 def _send_failed(turn: PrefillTurn, event: SendFailed) -> None:
     slot = turn.sending.slots[event.slot]
     turn.sending = turn.sending.take(event.slot, SendingStep.SENT)
-    for peer in turn.peers.values():
-        if peer.session == slot.session:
-            _endpoint_lost(turn, peer.node_id, peer.session, event.reason)
+    _session_lost(turn, slot.session, event.reason)
     turn.pump()
+
+
+def _session_lost(turn: PrefillTurn, session: int, reason: str) -> None:
+    for peer in turn.peers.values():
+        if peer.session == session:
+            _endpoint_lost(turn, peer.node_id, session, reason)
 
 
 def _endpoint_lost(turn: PrefillTurn, node: NodeId, session: int, reason: str) -> None:

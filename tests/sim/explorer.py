@@ -176,6 +176,8 @@ WORLDS: dict[str, tuple[Plan, Budget]] = {
     "corrupt": (Plan(ONE), Budget(corrupt=1)),
     "wrong source": (Plan(ONE), Budget(wrong_source=1)),
     "send refused": (Plan(ONE), Budget(send_refused=1)),
+    "sends refused": (Plan(ONE, chunk=2), Budget(send_refused=2)),
+    "send refused after an abort": (Plan(ONE, positions=1), Budget(send_refused=1, abort=1)),
     "receive fails": (Plan(ONE), Budget(receive_fails=1)),
     "unavailable": (Plan(ONE), Budget(unavailable=1)),
     "endpoint": (Plan(ONE, positions=1), Budget(endpoint=1)),
