@@ -54,11 +54,10 @@ class PeerMappings:
 
 @cache
 def peer_mappings() -> PeerMappings | None:
-    """This process's; to be called before UCX is loaded. None where it cannot be compiled: then all goes to the driver."""
+    """This process's; to be called before UCX is loaded. None where it cannot be compiled: then all goes to the driver, and each
+    message that is read from a peer's GPU waits until this one is idle."""
     library = native_library(SOURCE, ("-O2",), ("-lpthread",), ctypes.RTLD_GLOBAL)
     if library is None:
-        log.warning(
-            "no C compiler, or no cache folder: each message that is read from a peer's GPU waits until this one is idle"
-        )
+        log.warning("messages wait for this GPU", because="no C compiler, or no cache folder to load its work from")
         return None
     return PeerMappings(library, ctypes.CDLL("libcuda.so.1"))
