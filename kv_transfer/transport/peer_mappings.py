@@ -55,9 +55,13 @@ class PeerMappings:
 @cache
 def peer_mappings() -> PeerMappings | None:
     """This process's; to be called before UCX is loaded. None where it cannot be compiled: then all goes to the driver, and each
-    message that is read from a peer's GPU waits until this one is idle."""
+    message that is read from a peer's GPU waits until this one is idle. None as well where no driver is."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
     library = native_library(SOURCE, ("-O2",), ("-lpthread",), ctypes.RTLD_GLOBAL)
     if library is None:
         log.warning("messages wait for this GPU", because="no C compiler, or no cache folder to load its work from")
         return None
-    return PeerMappings(library, ctypes.CDLL("libcuda.so.1"))
+    return PeerMappings(library, driver)

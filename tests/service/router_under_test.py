@@ -16,6 +16,7 @@ from waiting import until as until
 from bench.ports import free_port
 from foundation.api_keys import ApiKeyStore
 from foundation.background import Background
+from foundation.ids import NodeId
 from foundation.keys import MasterKeys, draw_master_keys
 from router.main import Router, listen
 from router.options import RouterOptions
@@ -69,6 +70,12 @@ class RouterUnderTest:
         return float(value)
 
 
+def _has_spoken(router: Router, node: FakeNode) -> bool:
+    """Of itself: a node that has only said who it is takes no request yet."""
+    link = router.fleet.link(NodeId(node.node_id))
+    return link is not None and link.health.status is not None
+
+
 @asynccontextmanager
 async def router_with(
     folder: Path, *nodes: FakeNode, wait_ready: bool = True, api_key: str | None = None, **options: Any
@@ -103,6 +110,7 @@ async def router_with(
             if wait_ready and nodes:
                 await until(lambda: sum(router.fleet.connected_by_role().values()) == len(nodes))
                 await until(lambda: not router.fleet.not_ready_reasons())
+                await until(lambda: all(_has_spoken(router, node) for node in nodes))
             address = f"127.0.0.1:{grpc_port}"
             under_test = RouterUnderTest(router, f"http://127.0.0.1:{port}", address, keys, http, failures)
             yield under_test
