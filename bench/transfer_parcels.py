@@ -15,7 +15,6 @@ import asyncio
 import cProfile
 import json
 import os
-import statistics
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +25,7 @@ import uvloop
 
 from bench.transfer_beside_ucx import MASTER, OWNER, D, EmptyDecode, P, ReadyPrefill, new_ticket, no_progress
 from bench.transfer_lane import report
-from bench.transfer_stages import measure_tree, run_pair
+from bench.transfer_stages import medians_of_trees, run_pair
 from foundation.ids import RequestId, TransferId
 from foundation.kv_layout import KvLayout
 from foundation.log import configure
@@ -152,15 +151,10 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    trees = [Path(__file__).parent.parent, *([arguments.beside] if arguments.beside else ())]
-    found: list[list[dict[str, float]]] = [[] for _ in trees]
-    for _ in range(arguments.rounds):
-        for tree, figures in zip(trees, found, strict=True):
-            figures.extend(measure_tree(__file__, tree))
-    for name in found[0][0]:
-        medians = [1e6 / arguments.parcels * statistics.median(one[name] for one in those) for those in found]
-        beside = f"   there {medians[1]:6.1f} us   ratio {medians[0] / medians[1]:.2f}" if arguments.beside else ""
-        report(f"{name:14} {medians[0]:6.1f} us a parcel{beside}")
+    us_a_parcel = 1e6 / arguments.parcels
+    for name, here_s, there_s in medians_of_trees(__file__, arguments.beside, arguments.rounds):
+        beside = f"   there {us_a_parcel * there_s:6.1f} us   ratio {here_s / there_s:.2f}" if there_s else ""
+        report(f"{name:14} {us_a_parcel * here_s:6.1f} us a parcel{beside}")
 
 
 if __name__ == "__main__":

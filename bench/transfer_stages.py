@@ -19,9 +19,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -239,11 +240,25 @@ def run_pair(run_side: Callable[..., None], arguments: argparse.Namespace) -> No
 
 
 def measure_tree(script: str, tree: Path) -> list[dict[str, float]]:
-    """In a process of its own, with the project as it is in `tree` and this very script."""
+    """In a process of its own, with the benchmarks as they are here and all else as it is in `tree`."""
     command = [sys.executable, "-P", script, *sys.argv[1:], "--here"]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "bench").symlink_to(Path(__file__).parent)
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{tree}"}
+        ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return list(json.loads(ran.stdout.splitlines()[-1]))
+
+
+def medians_of_trees(script: str, beside: Path | None, rounds: int) -> Iterator[tuple[str, float, float | None]]:
+    """Each figure of `script` in this checkout and in the one beside it, measured in turn."""
+    trees = [Path(__file__).parent.parent, *([beside] if beside else ())]
+    found: list[list[dict[str, float]]] = [[] for _ in trees]
+    for _ in range(rounds):
+        for tree, figures in zip(trees, found, strict=True):
+            figures.extend(measure_tree(script, tree))
+    for name in found[0][0]:
+        here, *there = (statistics.median(figures[name] for figures in those) for those in found)
+        yield name, here, there[0] if there else None
 
 
 def main() -> None:
@@ -264,15 +279,9 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    trees = [Path(__file__).parent.parent, *([arguments.beside] if arguments.beside else ())]
-    found: list[list[dict[str, float]]] = [[] for _ in trees]
-    for _ in range(arguments.rounds):
-        for tree, figures in zip(trees, found, strict=True):
-            figures.extend(measure_tree(__file__, tree))
-    for name in found[0][0]:
-        medians = [1e3 * statistics.median(figures[name] for figures in those) for those in found]
-        beside = f"   there {medians[1]:6.2f} ms   ratio {medians[0] / medians[1]:.2f}" if arguments.beside else ""
-        report(f"{name:38} {medians[0]:6.2f} ms{beside}")
+    for name, here_s, there_s in medians_of_trees(__file__, arguments.beside, arguments.rounds):
+        beside = f"   there {1e3 * there_s:6.2f} ms   ratio {here_s / there_s:.2f}" if there_s else ""
+        report(f"{name:38} {1e3 * here_s:6.2f} ms{beside}")
 
 
 if __name__ == "__main__":
