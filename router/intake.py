@@ -30,7 +30,7 @@ from router.generation import (
 from router.tokenizer import ChatTemplateRefused, ModelText, NoChatTemplate
 
 LONG_TEXT_CHARACTERS = 16_384
-"""Texts from this length on are tokenized in a thread, so that other requests' tokens do not wait for them."""
+"""Texts that are together so long are tokenized in a thread, so that other requests' tokens do not wait for them."""
 
 
 Cut = Callable[[Sequence[int]], Sequence[int]]
@@ -67,21 +67,31 @@ class Intake:
     async def prompt_from_text(
         self, parameter: str, text: str, *, special_tokens: bool = True, cut: Cut = uncut
     ) -> tuple[int, ...]:
-        if not text:
+        (prompt,) = await self.prompts_from_texts(parameter, (text,), special_tokens=special_tokens, cut=cut)
+        return prompt
+
+    async def prompts_from_texts(
+        self, parameter: str, texts: Sequence[str], *, special_tokens: bool = True, cut: Cut = uncut
+    ) -> list[tuple[int, ...]]:
+        """Raises RequestRefused when one of them is empty, no Unicode, or too long."""
+        if not all(texts):
             raise invalid(parameter, f"{parameter} must not be empty: there is nothing to answer", "empty_prompt")
-        tokens = await self.tokenize(parameter, text, special_tokens=special_tokens)
-        return self.prompt_from_tokens(parameter, cut(tokens))
+        found = await self.tokenize(parameter, texts, special_tokens=special_tokens)
+        return [self.prompt_from_tokens(parameter, cut(tokens)) for tokens in found]
 
-    async def tokenize(self, parameter: str, text: str, *, special_tokens: bool) -> list[int]:
+    async def tokenize(self, parameter: str, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
         """Raises RequestRefused for a text that is no Unicode."""
-        if len(text) < LONG_TEXT_CHARACTERS:
-            return self.tokens(parameter, text, special_tokens=special_tokens)
-        return await asyncio.to_thread(self.tokens, parameter, text, special_tokens=special_tokens)
+        characters = sum(map(len, texts))
 
-    def tokens(self, parameter: str, text: str, *, special_tokens: bool = False) -> list[int]:
-        """The same at once, in whatever thread this is."""
+        def all_tokens() -> list[list[int]]:
+            return [self.tokens(parameter, text, special_tokens=special_tokens, among=characters) for text in texts]
+
+        return all_tokens() if characters < LONG_TEXT_CHARACTERS else await asyncio.to_thread(all_tokens)
+
+    def tokens(self, parameter: str, text: str, *, special_tokens: bool = False, among: int = 0) -> list[int]:
+        """Of one text at once, in whatever thread this is. `among`: characters of all texts that are read there."""
         _check_unicode(parameter, text)
-        encode = self.text.encode if len(text) < LONG_TEXT_CHARACTERS else self.text.encode_unlocked
+        encode = self.text.encode if max(len(text), among) < LONG_TEXT_CHARACTERS else self.text.encode_unlocked
         return encode(text, special_tokens=special_tokens)
 
     def prompt_from_tokens(self, parameter: str, token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -75,12 +75,9 @@ class Endpoints:
             )
         special_tokens = body.add_special_tokens is not False
         cut = intake.cut(body.truncate_prompt_tokens, body.truncation_side, body.max_tokens)
-        prompts = [
-            await intake.prompt_from_text("prompt", prompt, special_tokens=special_tokens, cut=cut)
-            if isinstance(prompt, str)
-            else intake.prompt_from_tokens("prompt", cut(prompt))
-            for prompt in found
-        ]
+        texts = [prompt for prompt in found if isinstance(prompt, str)]  # all of them, or none
+        prompts = await intake.prompts_from_texts("prompt", texts, special_tokens=special_tokens, cut=cut)
+        prompts += [intake.prompt_from_tokens("prompt", cut(prompt)) for prompt in found if not isinstance(prompt, str)]
         generations = intake.generations(
             prompts,
             body.wishes(),
@@ -91,12 +88,15 @@ class Endpoints:
         beginnings: Sequence[str] = ()
         if body.echo:
             whole = body.truncate_prompt_tokens is None
-            texts = [
-                prompt if isinstance(prompt, str) and whole else intake.text.decode_all(kept)
-                for prompt, kept in zip(found, prompts, strict=True)
-            ]
-            beginnings = [text for text in texts for _ in range(choices)]
+            echoes = texts if texts and whole else await self._texts_of(prompts)
+            beginnings = [text for text in echoes for _ in range(choices)]
         return await self._answer(request, self._completion_form, body, generations, beginnings)
+
+    async def _texts_of(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        def texts() -> list[str]:
+            return [self._intake.text.decode_all(prompt) for prompt in prompts]
+
+        return texts() if sum(map(len, prompts)) < LONG_TEXT_CHARACTERS else await asyncio.to_thread(texts)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         intake = self._intake

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -34,10 +35,21 @@ ROWS = [
     ("/tokenize", {"prompt": LONG, "return_token_strs": True}, {"count": len(LONG), "max_model_len": CONTEXT_LIMIT}),
     ("/detokenize", {"tokens": [97] * 9}, {"prompt": "a" * 9}),
     ("/tokenize", {"prompt": "a"}, {"tokens": [97]}),
+    (
+        "/v1/completions",
+        {"prompt": [LONG[1:], LONG[1:]], "truncate_prompt_tokens": 1, "max_tokens": 1},
+        {"object": "text_completion"},
+    ),
+    ("/v1/completions", {"prompt": [[97] * 400] * 50, "echo": True, "max_tokens": 1}, {"object": "text_completion"}),
+    ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "max_tokens": 1}, {"object": "text_completion"}),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "expected"), ROWS, ids=["long ids", "long text", "ids", "text"])
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    ROWS,
+    ids=["long ids", "long text", "ids", "text", "texts long together", "echoes long together", "texts"],
+)
 async def test_what_is_long_is_read_tokenized_and_written_in_a_thread(
     served: RouterUnderTest, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, expected: dict[str, Any]
 ) -> None:
@@ -56,7 +68,7 @@ async def test_what_is_long_is_read_tokenized_and_written_in_a_thread(
     status, found = await served.post(path, body)
     assert status == 200, found
     assert {key: found[key] for key in expected} == expected
-    is_long = LONG in expected.values() or LONG in body.values()
+    is_long = len(json.dumps(body)) >= LONG_TEXT_CHARACTERS
     assert len(threads) >= 2
     assert {thread is threading.main_thread() for thread in threads} == {not is_long}
 

@@ -60,7 +60,7 @@ async def test_other_requests_go_on_while_a_long_text_is_tokenized(text: ModelTe
             turns += 1
 
     going_on = asyncio.create_task(others())
-    tokens = await intake.tokenize("prompt", long_text, special_tokens=True)
+    (tokens,) = await intake.tokenize("prompt", [long_text], special_tokens=True)
     going_on.cancel()
     assert tokens == text.encode(long_text)
     assert turns > 500, "under the interpreter's lock there are about 30"
