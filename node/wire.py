@@ -5,7 +5,6 @@ Must not know: streams, roles.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from decant_proto.v1 import types_pb2
@@ -21,7 +20,7 @@ FINISH_REASONS: dict[FinishReason, types_pb2.FinishReason.ValueType] = {
 }
 
 SOUND_AMOUNT = 1000.0
-"""What is added to logits, or multiplied with them, stays so small that no float32 becomes infinite."""
+"""What is added to logits, multiplied with them, or divides them stays so small that no float32 becomes infinite."""
 
 MOST_LOGPROBS = 100
 """Best tokens of each position of a prompt: what goes to a router with one step stays small."""
@@ -38,8 +37,7 @@ def unsound_sampling(message: types_pb2.SamplingParameters, vocabulary_size: int
     Routers check what clients write; this is a node's own last look.
     """
     for name in ("temperature", "top_p", "min_p"):
-        value: float = getattr(message, name)
-        if not (math.isfinite(value) and value >= 0):
+        if not 0 <= getattr(message, name) <= SOUND_AMOUNT:
             return name
     if message.repetition_penalty and not 1 / SOUND_AMOUNT <= message.repetition_penalty <= SOUND_AMOUNT:
         return "repetition_penalty"

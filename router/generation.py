@@ -8,7 +8,6 @@ Must not know: HTTP, gRPC, nodes.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ LONGEST_STOP_CHARACTERS = 1024
 MOST_BIASES = 1024
 MOST_BAD_WORDS = 64
 LONGEST_BAD_WORD_TOKENS = 64
+LARGEST_TEMPERATURE = 1000.0
 LARGEST_BIAS = 100.0
 LARGEST_PENALTY = 2.0
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -174,6 +174,11 @@ def mint_request_id() -> str:
     return secrets.token_hex(16)
 
 
+def chosen_seed(wishes: SamplingWishes) -> int:
+    """The client's own, or a new one at each call."""
+    return secrets.randbits(64) if wishes.seed is None else wishes.seed % SEED_RANGE
+
+
 def checked_sampling(
     wishes: SamplingWishes,
     defaults: SamplingDefaults,
@@ -187,7 +192,7 @@ def checked_sampling(
     """Raises RequestRefused naming the first field that is wrong. `default_max_tokens` None: what the context leaves.
     `bad_words`: those of the wishes as tokens."""
     temperature = defaults.temperature if wishes.temperature is None else wishes.temperature
-    _check_number("temperature", temperature, 0.0, math.inf)
+    _check_number("temperature", temperature, 0.0, LARGEST_TEMPERATURE)
     top_p = defaults.top_p if wishes.top_p is None else wishes.top_p
     _check_number("top_p", top_p, 0.0, 1.0, above_minimum=True)
     min_p = defaults.min_p if wishes.min_p is None else wishes.min_p
@@ -208,7 +213,7 @@ def checked_sampling(
     ):
         if wanted is not None and not 0 <= wanted <= MOST_LOGPROBS:
             raise invalid(parameter, f"{parameter} must be between 0 and {MOST_LOGPROBS}, not {wanted}")
-    max_tokens = _checked_max_tokens(wishes, prompt_tokens, default_max_tokens, context_limit)
+    max_tokens = checked_max_tokens(wishes, prompt_tokens, default_max_tokens, context_limit)
     min_tokens = wishes.min_tokens or 0
     if not 0 <= min_tokens <= max_tokens:
         raise invalid("min_tokens", f"min_tokens must be between 0 and max_tokens ({max_tokens}), not {min_tokens}")
@@ -219,7 +224,7 @@ def checked_sampling(
         parameter = "allowed_token_ids" if wishes.allowed_token_ids else "bad_words"
         raise invalid(parameter, f"{parameter} may forbid what a grammar asks for; one of the two may be given")
     return Sampling(
-        seed=secrets.randbits(64) if wishes.seed is None else wishes.seed % SEED_RANGE,
+        seed=chosen_seed(wishes),
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=max(top_k, 0),
@@ -264,17 +269,16 @@ def checked_prompt(
 
 
 def _check_number(parameter: str, value: float, minimum: float, maximum: float, *, above_minimum: bool = False) -> None:
-    if math.isfinite(value) and minimum <= value <= maximum and not (above_minimum and value == minimum):
+    if minimum <= value <= maximum and not (above_minimum and value == minimum):  # nan is not
         return
-    bounds = f"more than {minimum:g}" if above_minimum else f"at least {minimum:g}"
-    if math.isfinite(maximum):
-        bounds += f" and at most {maximum:g}"
-    raise invalid(parameter, f"{parameter} must be a finite number, {bounds}, not {value}")
+    least = "more than" if above_minimum else "at least"
+    raise invalid(parameter, f"{parameter} must be a number, {least} {minimum:g} and at most {maximum:g}, not {value}")
 
 
-def _checked_max_tokens(
+def checked_max_tokens(
     wishes: SamplingWishes, prompt_tokens: int, default_max_tokens: int | None, context_limit: int
 ) -> int:
+    """Raises RequestRefused where the context leaves less."""
     room = context_limit - prompt_tokens
     wanted = wishes.max_tokens
     if wanted is None:
@@ -316,13 +320,18 @@ def _checked_stop_token_ids(token_ids: Sequence[int], vocabulary_size: int) -> t
 def _checked_allowed(
     token_ids: Sequence[int], bad_words: Sequence[tuple[int, ...]], vocabulary_size: int
 ) -> tuple[int, ...]:
+    if len(token_ids) > vocabulary_size:
+        raise invalid(
+            "allowed_token_ids",
+            f"allowed_token_ids may hold at most as many ids as the vocabulary, {vocabulary_size}, not {len(token_ids)}",
+        )
     allowed = frozenset(token_ids)
-    for token_id in allowed:
-        if not 0 <= token_id < vocabulary_size:
-            raise invalid(
-                "allowed_token_ids",
-                f"allowed_token_ids holds {token_id}; the vocabulary has 0 to {vocabulary_size - 1}",
-            )
+    lowest, highest = min(allowed, default=0), max(allowed, default=0)
+    if lowest < 0 or highest >= vocabulary_size:
+        wrong = lowest if lowest < 0 else highest
+        raise invalid(
+            "allowed_token_ids", f"allowed_token_ids holds {wrong}; the vocabulary has 0 to {vocabulary_size - 1}"
+        )
     if allowed and allowed <= {word[-1] for word in bad_words}:
         raise invalid("allowed_token_ids", "allowed_token_ids holds only tokens that bad_words may forbid")
     return tuple(sorted(allowed))

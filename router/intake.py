@@ -22,8 +22,10 @@ from router.generation import (
     RefusalKind,
     RequestRefused,
     SamplingWishes,
+    checked_max_tokens,
     checked_prompt,
     checked_sampling,
+    chosen_seed,
     invalid,
     mint_request_id,
 )
@@ -151,20 +153,23 @@ class Intake:
         correlation_id: str = "",
     ) -> list[Generation]:
         """One for each choice of each prompt, prompt by prompt. Raises RequestRefused naming the field that is wrong."""
+        context_limit = self.context_limit()
+        # Once for all of them, as lists may be long; the longest prompt leaves the least room for an answer.
+        strictest = checked_sampling(
+            wishes,
+            self.text.sampling_defaults,
+            prompt_tokens=max(map(len, prompts)),
+            default_max_tokens=default_max_tokens,
+            context_limit=context_limit,
+            vocabulary_size=self.text.vocabulary_size,
+            bad_words=self._bad_words(wishes.bad_words),
+        )
+        deadline_s = min(timeout_s or self.request_timeout_s, self.request_timeout_s)
         generations = []
-        bad_words = self._bad_words(wishes.bad_words)
         for prompt in prompts:
             family = Family(choices) if choices > 1 else None
-            sampling = checked_sampling(
-                wishes,
-                self.text.sampling_defaults,
-                prompt_tokens=len(prompt),
-                default_max_tokens=default_max_tokens,
-                context_limit=self.context_limit(),
-                vocabulary_size=self.text.vocabulary_size,
-                bad_words=bad_words,
-            )
-            deadline_s = min(timeout_s or self.request_timeout_s, self.request_timeout_s)
+            max_tokens = checked_max_tokens(wishes, len(prompt), default_max_tokens, context_limit)
+            sampling = replace(strictest, seed=chosen_seed(wishes), max_tokens=max_tokens)
             further = replace(sampling, prompt_logprobs=None)  # the first choice tells of the prompt for all of them
             generations += [
                 Generation(

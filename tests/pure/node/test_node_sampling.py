@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from decant_proto.v1 import types_pb2
 
@@ -41,3 +43,12 @@ def test_more_logprobs_of_each_position_than_a_message_has_room_for_are_refused(
     assert unsound_sampling(asked, VOCABULARY) is None
     asked.prompt_logprobs += 1
     assert unsound_sampling(asked, VOCABULARY) == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e39])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
+def test_f17_a_number_that_no_float32_holds_is_refused(field: str, value: float) -> None:
+    """By an infinite temperature everything is nothing, and what may not be drawn is NaN, which wins."""
+    asked = types_pb2.SamplingParameters()
+    setattr(asked, field, value)
+    assert unsound_sampling(asked, VOCABULARY) == field
