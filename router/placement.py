@@ -182,8 +182,9 @@ def place(
         if not fitting:
             return NoPlacement("no_room")
     fresh = [candidate for candidate in fitting if candidate.key.node not in avoid]
-    # One to which no KV comes can compute prompts itself: better than none, but the others first.
-    decode = min(fresh or fitting, key=lambda candidate: (candidate.serves_alone, *cost(candidate)))
+    # One on which the answer would end for want of context, or to which no KV comes, is better than none; the others first.
+    whole_tokens = prompt_tokens + answer_tokens
+    decode = min(fresh or fitting, key=lambda one: (one.context_limit < whole_tokens, one.serves_alone, *cost(one)))
     prefill, reason = ([], local_reason) if local_reason else _prefill_choices(decode, candidates, disaggregate)
     ranked = sorted(prefill, key=cost)[:MOST_PREFILL_CHOICES]
     choices = tuple(candidate.key for candidate in ranked)

@@ -28,8 +28,10 @@ def node(name: str, role: Role = Role.DECODE, **changes: object) -> Candidate:
     return replace(Candidate(key, role, None, "same", 8192, 0, 0), **changes)  # type: ignore[arg-type]
 
 
-def placed(*candidates: Candidate, memory: PrefixMemory | None = None, **options: Any) -> Placement | NoPlacement:
-    return place(len(PROMPT), 10, CHAIN, candidates, memory or PrefixMemory(), **options)
+def placed(
+    *candidates: Candidate, memory: PrefixMemory | None = None, answer_tokens: int = 10, **options: Any
+) -> Placement | NoPlacement:
+    return place(len(PROMPT), answer_tokens, CHAIN, candidates, memory or PrefixMemory(), **options)
 
 
 def names(keys: tuple[NodeKey, ...]) -> list[str]:
@@ -95,6 +97,17 @@ def test_no_place_names_what_stands_in_the_way() -> None:
     assert placed(node("d0", refusal="node_draining")) == NoPlacement("node_draining")
     assert placed(node("d0", refusal="node_draining"), node("d1", refusal="node_lost")) == NoPlacement("node_not_ready")
     assert placed(node("d0", context_limit=100)) == NoPlacement("context_too_short")
+
+
+def test_an_answer_goes_where_the_context_holds_all_of_it_if_there_is_such_a_node() -> None:
+    short, long = node("d0", context_limit=len(PROMPT) + 10), node("d1", sequences=9)
+    for answer_tokens, chosen in ((10, "d0"), (11, "d1")):
+        found = placed(short, long, answer_tokens=answer_tokens)
+        assert isinstance(found, Placement)
+        assert found.decode.node == chosen
+    alone = placed(short, answer_tokens=11)
+    assert isinstance(alone, Placement)
+    assert alone.decode.node == "d0"
 
 
 def test_a_node_that_lost_the_request_is_taken_only_if_there_is_no_other() -> None:
