@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from foundation.log import get_logger
 from router.answer import WRITE_GRACE_S, AnswerStream, Piece, pieces_of
@@ -246,6 +246,8 @@ async def _stream(
     request: web.Request, answer: Answer, streams: Sequence[AnswerStream], body: CompletionBody | ChatBody
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers=_STREAM_HEADERS)
+    if request.version < HttpVersion11:
+        response.force_close()  # without chunks only the end of the connection says that the answer has ended
     try:
         return await _write_stream(request, response, answer, streams, body)
     except (ConnectionError, TimeoutError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ async def test_a_streamed_completion_joins_to_the_whole_one(folder: Path) -> Non
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 20
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_a_stream_that_knows_no_chunks_ends_with_its_connection(folder: Path) -> None:
+    async with router_with(folder, FakeNode("d0")) as router:
+        body = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":", 1)[1]))
+        head = b"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.close()
+    assert answer.endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_chat_answer_whole_and_streamed(folder: Path) -> None:
