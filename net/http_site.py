@@ -57,10 +57,11 @@ def head_limits(max_header_bytes: int, keep_alive_s: float, malformed: Callable[
 
 def _log_without_strangers(malformed: Callable[[], None]) -> logging.Logger:
     def is_ours(record: logging.LogRecord) -> bool:
-        if record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError):
-            return True
-        malformed()
-        return False
+        error = record.exc_info[1] if record.exc_info is not None else None
+        if isinstance(error, HttpProcessingError):
+            malformed()
+        # The latter is of a body, and was raised to whoever wanted that before aiohttp met it again.
+        return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
     log = logging.Logger("net.http")
     log.parent = logging.getLogger()

@@ -225,6 +225,19 @@ async def test_a_body_that_is_not_what_its_head_says_is_400(served: tuple[Router
         assert response.headers["X-Request-Id"] == "mine", "refusals bear the client's name for the request too"
 
 
+async def test_f17_a_body_that_cannot_be_read_leaves_no_traceback(
+    served: tuple[RouterUnderTest, FakeNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    router, _ = served
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":", 1)[1]))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: deflate\r\nContent-Length: 10\r\n\r\n"
+    writer.write(head + b"no deflate")
+    async with asyncio.timeout(5):
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
 async def test_an_answer_may_be_handed_back_with_what_is_empty_in_it(
     served: tuple[RouterUnderTest, FakeNode],
 ) -> None:
