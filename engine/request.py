@@ -12,6 +12,9 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.config import EngineConfig
 from engine.grammar import Grammar
 from engine.port import FinishReason, Mode, RequestKey, SamplingParameters, Submit
@@ -96,6 +99,8 @@ class Request:
     """Whose KV of the same prompt is to be shared; None once it is, or never will be."""
     grammar: Grammar | None = None
     """What the answer must follow; always that of the whole history, or behind it."""
+    allowed_words: npt.NDArray[np.int32] | None = None
+    """Which tokens may be drawn, as a mask has them, where a list says so and has been looked at."""
     scored: int = 0
     """Positions of the prompt whose log probabilities have been reported or are not wanted."""
     account: PromptAccount | None = None

@@ -29,7 +29,8 @@ def token_masks(seats: Seats, drawing: Int64) -> TokenMasks | None:
             request.grammar.follow(request.history[request.rules.prompt_length :])
             request.grammar.fill(words, index)
         else:
-            words[index] = _list_mask(request.sampling.allowed_token_ids, words.shape[1])
+            allowed = _allowed_words(request)
+            words[index, : len(allowed)] = allowed
     return TokenMasks(rows, words)
 
 
@@ -37,11 +38,18 @@ def _mask_words(request: Request) -> int:
     """Tokens beyond a mask are not allowed."""
     if request.grammar is not None:
         return request.grammar.words
-    return max(request.sampling.allowed_token_ids) // MASK_WORD_BITS + 1
+    return len(_allowed_words(request))
 
 
-def _list_mask(token_ids: Sequence[int], words: int) -> Int32:
-    bits = np.zeros(words * MASK_WORD_BITS, np.uint8)
+def _allowed_words(request: Request) -> Int32:
+    """Made once for each request: a list may be as long as the vocabulary."""
+    if request.allowed_words is None:
+        request.allowed_words = _list_mask(request.sampling.allowed_token_ids)
+    return request.allowed_words
+
+
+def _list_mask(token_ids: Sequence[int]) -> Int32:
+    bits = np.zeros((max(token_ids) // MASK_WORD_BITS + 1) * MASK_WORD_BITS, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 from test_grammar import PROMPT, Toy
 
 from engine.port import FinishReason, Mode, RequestKey, SamplingParameters, Submit
+from engine.scheduler import masks
 
 
 def drawn(folder: Path, *asked: SamplingParameters, overlap: bool = True) -> list[list[int]]:
@@ -29,6 +31,18 @@ def test_only_allowed_tokens_are_drawn_and_neighbours_notice_nothing(tmp_path: P
     (alone,) = drawn(tmp_path / "alone", free, overlap=overlap)
     assert set(held) == {65, 66, 200}
     assert beside == alone
+
+
+def test_a_list_of_allowed_tokens_is_looked_at_once_however_long_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Mock(wraps=masks._list_mask)
+    monkeypatch.setattr(masks, "_list_mask", made)
+    lists = [(65, 66), (67, 200)]
+    asked = [SamplingParameters(seed=2, max_tokens=9, ignore_eos=True, allowed_token_ids=allowed) for allowed in lists]
+    answers = drawn(tmp_path, *asked)
+    assert [set(answer) <= set(allowed) for answer, allowed in zip(answers, lists, strict=True)] == [True, True]
+    assert made.call_args_list == [call(allowed) for allowed in lists]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
