@@ -97,6 +97,10 @@ _SENTENCES = {
     "no_decode_node": (RefusalKind.UNAVAILABLE, "no decode node is connected to this router"),
     "context_too_short": (RefusalKind.INVALID, "no decode node that is up has a context long enough for this prompt"),
     "prompt_too_long": (RefusalKind.INVALID, "the prompt is longer than the decode node can hold"),
+    "invalid_grammar": (
+        RefusalKind.INVALID,
+        "the decode node cannot follow this grammar: it names tokens that the model does not have, or is too large",
+    ),
     "prompt_logprobs_not_offered": (
         RefusalKind.INVALID,
         "prompt_logprobs (and echo with logprobs) are not offered by decode nodes on a GPU, and there is no other",

@@ -165,6 +165,12 @@ async def test_a_final_failure_is_500_and_not_tried_elsewhere(folder: Path) -> N
     assert not nodes[1].submits
 
 
+async def test_f20_what_only_a_node_finds_wrong_with_a_request_is_400(folder: Path) -> None:
+    async with router_with(folder, FakeNode("d0", refusal="invalid_grammar", refusal_retryable=False)) as router:
+        status, body = await router.post("/v1/completions", {"prompt": "x", "guided_grammar": "start: <[999]>"})
+    assert (status, body["error"]["code"]) == (400, "invalid_grammar")
+
+
 async def test_without_any_node_the_answer_is_503_and_names_it(folder: Path) -> None:
     async with router_with(folder) as router:
         router.router.dispatcher._around = replace(router.router.dispatcher._around, patience_s=0.05)
