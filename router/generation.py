@@ -284,9 +284,9 @@ def checked_max_tokens(
     if wanted is None:
         return room if default_max_tokens is None else min(default_max_tokens, room)
     parameter = wishes.max_tokens_parameter
-    if not 1 <= wanted < LARGEST_TOKEN_COUNT:
+    if wanted < 1:
         raise invalid(parameter, f"{parameter} must be at least 1, not {wanted}")
-    if wanted > room:
+    if wanted > min(room, LARGEST_TOKEN_COUNT - 1):
         raise invalid(
             parameter,
             f"This model's context holds {context_limit} tokens, prompt and answer together; the prompt has "

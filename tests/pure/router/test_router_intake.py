@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 from tokenizers import Tokenizer, models
 
-from router.generation import SamplingWishes
+from router.generation import RequestRefused, SamplingWishes
 from router.intake import Intake
 from router.tokenizer import ModelText
 
@@ -46,3 +47,8 @@ def test_each_prompt_has_the_room_that_it_leaves_and_a_seed_of_its_own() -> None
     assert [one.sampling.max_tokens for one in generations] == [30, 1, 24]
     assert len({one.sampling.seed for one in generations}) == len(prompts)
     assert {one.sampling.seed for one in intake().generations(prompts, SamplingWishes(seed=7))} == {7}
+
+
+def test_whoever_wants_more_than_a_message_holds_is_told_what_the_context_holds() -> None:
+    with pytest.raises(RequestRefused, match=f"context holds {CONTEXT} tokens"):
+        intake().generations([(0,)], SamplingWishes(max_tokens=1 << 32))
