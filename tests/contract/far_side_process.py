@@ -60,6 +60,9 @@ class FarSide:
                 return type(await (await self._sessions[session]).close()).__name__
             case {"do": "give_up", "session": session}:
                 self._sessions[session].cancel()
+            case {"do": "renew"}:
+                await self._transport.close()
+                self._transport, self._sessions = UcxTransport(), {}
             case {"do": "sockets"}:
                 return open_sockets()
             case {"do": "strangers"}:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from far_side_process import pattern
 from transport_worlds import DEADLINE_S, MemoryWorld, UcxWorld, World, until
 
@@ -30,6 +31,8 @@ from kv_transfer.transport.base import (
 from kv_transfer.transport.memory_network import FENCED, READS, WRITES
 from kv_transfer.transport.self_test import measure_lane
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 NONCE = SessionNonce(0xABCDE12345)
 MIDDLE_BYTES = 300_000
 LOST_WITHIN_S = 5.0
@@ -48,15 +51,25 @@ on_all_lanes = pytest.mark.parametrize("world", ALL_WORLDS, indirect=True)
 on_fenced_lanes = pytest.mark.parametrize("world", FENCED_WORLDS, indirect=True)
 
 
-@pytest.fixture
-async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
-    if request.param in MEMORY_LANES:
-        yield MemoryWorld(MEMORY_LANES[request.param])
-        return
-    world = UcxWorld(request.param, UCX_LANE_NAMES[request.param])
-    await world.start()
-    yield world
-    await world.close()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ucx_worlds() -> AsyncIterator[dict[str, UcxWorld]]:
+    worlds: dict[str, UcxWorld] = {}
+    yield worlds
+    for world in worlds.values():
+        await world.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(request: pytest.FixtureRequest, ucx_worlds: dict[str, UcxWorld]) -> World:
+    lanes: str = request.param
+    if lanes in MEMORY_LANES:
+        return MemoryWorld(MEMORY_LANES[lanes])
+    if lanes in ucx_worlds:
+        await ucx_worlds[lanes].begin_anew()
+    else:
+        ucx_worlds[lanes] = UcxWorld(lanes, UCX_LANE_NAMES[lanes])
+        await ucx_worlds[lanes].start()
+    return ucx_worlds[lanes]
 
 
 def tag(number: int, nonce: SessionNonce = NONCE) -> Tag:

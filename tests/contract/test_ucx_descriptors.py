@@ -7,23 +7,30 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from far_side_process import open_sockets
 from transport_worlds import DEADLINE_S, UcxWorld
 
 from foundation.ids import CreditNumber, SessionNonce
 from kv_transfer.transport.base import DataSession, Tag, TransportError, credit_tag
 
-pytestmark = pytest.mark.sockets
+pytestmark = [pytest.mark.sockets, pytest.mark.asyncio(loop_scope="module")]
 
 ROUNDS = 3
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[UcxWorld]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started() -> AsyncIterator[UcxWorld]:
     world = UcxWorld("tcp", frozenset({"tcp"}))
     await world.start()
     yield world
     await world.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(started: UcxWorld) -> UcxWorld:
+    await started.begin_anew()
+    return started
 
 
 async def dial(world: UcxWorld, address: str, session: int) -> DataSession:

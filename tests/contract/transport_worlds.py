@@ -134,8 +134,8 @@ class UcxWorld:
         self.lane_names = lane_names
         self.large_bytes = 128 << 20
         self._environment = {"FAR_SIDE_LANES": lanes, **self.environment(lanes)}
-        with patch.dict(os.environ, self._environment):  # UCX reads its settings here and now
-            self.near: Transport = self.transport()
+        self.near: Transport = self._new_near()
+        self._harmed = False
         self._outcomes: dict[Tag, asyncio.Future[str]] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._ready = asyncio.Event()
@@ -148,7 +148,22 @@ class UcxWorld:
     def transport(self) -> UcxTransport:
         return UcxTransport()
 
+    def _new_near(self) -> UcxTransport:
+        with patch.dict(os.environ, self._environment):  # UCX reads its settings here and now
+            return self.transport()
+
+    async def begin_anew(self) -> None:
+        """New transports on both sides; the far one in the same process, unless that was killed or stopped."""
+        await self.near.close()
+        if self._harmed:
+            await self.restart()
+        else:
+            await self._ask(do="renew")
+        self._outcomes.clear()
+        self.near = self._new_near()
+
     async def start(self) -> None:
+        self._harmed = False
         environment = {**os.environ, **self._environment}
         self._child = await asyncio.create_subprocess_exec(
             sys.executable, str(self.program), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -195,11 +210,13 @@ class UcxWorld:
 
     async def kill(self) -> None:
         assert self._child is not None
+        self._harmed = True
         self._child.send_signal(signal.SIGKILL)
         await self._child.wait()
 
     async def stop(self) -> None:
         assert self._child is not None
+        self._harmed = True
         self._child.send_signal(signal.SIGSTOP)
         state = Path(f"/proc/{self._child.pid}/stat")
         await until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
