@@ -18,7 +18,7 @@ from typing import IO
 
 import grpc.aio
 from decant_proto.v1 import inference_pb2, inference_pb2_grpc, registry_pb2, registry_pb2_grpc
-from pd_nodes import Metrics, NodeProcess, eventually, inherited, start_node, until_ready
+from pd_nodes import Metrics, NodeProcess, eventually, fresh_interpreter, inherited, start_node, until_ready
 from pd_router_client import attached
 
 from bench.ports import free_ports
@@ -197,6 +197,7 @@ class Deployment:
                     *kind.arguments(),
                     faults=kind.faults,
                     lanes="tcp",
+                    start=fresh_interpreter,
                 )
         if name not in self._routers:
             self._routers[name] = self._start_router()

@@ -1,4 +1,4 @@
-"""Real prefill and decode nodes for tests: processes started with `python -m decant`, on free ports, stopped by pid."""
+"""Real prefill and decode nodes for tests: processes on free ports, stopped by pid; forked, or begun with `python -m decant`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,41 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from forked_decant import ForkedDecant
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import eventually as eventually
 
 from bench.ports import free_ports
 
 START_WITHIN_S = 100.0
+
+
+class Running(Protocol):
+    """What `subprocess.Popen` and `ForkedDecant` share."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], Path], Running]
+"""Starts `decant ARGUMENTS` with this environment and log."""
+
+
+def fresh_interpreter(
+    arguments: Sequence[str], environment: Mapping[str, str], log_path: Path
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "decant", *arguments]
+    with log_path.open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 
 
 class Ports(NamedTuple):
@@ -32,10 +57,9 @@ class Ports(NamedTuple):
 @dataclass
 class NodeProcess:
     name: str
-    process: subprocess.Popen[bytes]
+    process: Running
     ports: Ports
     log_path: Path
-    _log: IO[bytes] = field(repr=False)
 
     @property
     def control_address(self) -> str:
@@ -77,7 +101,6 @@ class NodeProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
-        self._log.close()
 
 
 class Metrics:
@@ -108,6 +131,7 @@ def start_node(
     faults: str = "",
     ports: Ports | None = None,
     lanes: str | None = None,
+    start: Start = ForkedDecant,
 ) -> NodeProcess:
     """`role` is prefill or decode. No registry answers: a node serves without one. `faults`: see kv_transfer/faults.py;
     `lanes`: UCX_TLS."""
@@ -115,8 +139,7 @@ def start_node(
     (registry_port,) = free_ports(1)
     name = f"{role}-{ports.control}"
     log_path = folder / f"{name}.log"
-    log = log_path.open("ab")
-    arguments = {
+    settings = {
         "model": model,
         "node-id": name,
         "control-port": ports.control,
@@ -126,29 +149,15 @@ def start_node(
         "log-format": "json",
     }
     if role == "prefill":
-        arguments["key-file"] = key_file
-    command = [
-        sys.executable,
-        "-m",
-        "decant",
-        role,
-        *(f"--{key}={value}" for key, value in arguments.items()),
-        *options,
-    ]
+        settings["key-file"] = key_file
+    arguments = [role, *(f"--{key}={value}" for key, value in settings.items()), *options]
     environment = inherited() | {"OMP_NUM_THREADS": "1"}
     if faults:
-        command.append("--enable-test-faults")
+        arguments.append("--enable-test-faults")
         environment["DECANT_TEST_FAULTS"] = faults
     if lanes is not None:
         environment["UCX_TLS"] = lanes
-    process = subprocess.Popen(
-        command,
-        stdout=log,
-        stderr=log,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-    )
-    return NodeProcess(name, process, ports, log_path, log)
+    return NodeProcess(name, start(arguments, environment, log_path), ports, log_path)
 
 
 def json_lines(log: Path, offset: int = 0) -> list[dict[str, Any]]:
@@ -162,6 +171,12 @@ def json_lines(log: Path, offset: int = 0) -> list[dict[str, Any]]:
                 with contextlib.suppress(ValueError):
                     found.append(json.loads(line))
     return found
+
+
+def transfer_ends(node: NodeProcess, request_id: str) -> list[str]:
+    """Reasons with which D's log says that a transfer of this request ended."""
+    lines = json_lines(node.log_path)
+    return [line["reason"] for line in lines if line["event"] == "transfer ended" and line["request"] == request_id]
 
 
 def inherited() -> dict[str, str]:

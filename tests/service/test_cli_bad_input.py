@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_decant import ForkedDecant
 
 from bench.ports import free_ports
 from decant.command_line import run
@@ -119,10 +120,9 @@ def test_weights_that_are_no_weights_are_one_message_and_exit_code_2(tmp_path: P
     config |= {"vocab_size": 8, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors at all")
-    started = [sys.executable, "-m", "decant", "decode", f"--model={tmp_path}", "--node-index=2103"]
-    result = subprocess.run(started, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
+    arguments, log = ["decode", f"--model={tmp_path}", "--node-index=2103"], tmp_path / "log"
+    assert ForkedDecant(arguments, os.environ, log).wait(100) == 2
+    (line,) = log.read_text().splitlines()
     assert line.startswith(f"decant decode: --model: {tmp_path / 'model.safetensors'} is no whole safetensors file")
 
 

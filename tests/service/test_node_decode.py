@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from decant_proto.v1 import types_pb2
+from forked_decant import ForkedDecant
 from pd_golden import toy_answer, toy_prompt
-from pd_nodes import NodeProcess, all_blocks_are_back, eventually, start_node, until_ready
+from pd_nodes import NodeProcess, Start, all_blocks_are_back, eventually, fresh_interpreter, start_node, until_ready
 from pd_router_client import RouterClient, attached, greedy, new_request_id
 
 from bench.ports import free_ports
@@ -37,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start_toy(folder: Path, *options: str) -> NodeProcess:
-    return start_node("decode", folder, folder / "toy", folder / "key", *SMALL, *options)
+def start_toy(folder: Path, *options: str, start: Start = ForkedDecant) -> NodeProcess:
+    return start_node("decode", folder, folder / "toy", folder / "key", *SMALL, *options, start=start)
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +164,13 @@ async def test_what_can_never_be_served_is_refused_by_name_and_for_good(
 
 async def test_beyond_its_limit_a_node_refuses_with_a_retry_hint(node: NodeProcess, router: RouterClient) -> None:
     for _ in range(TRIES):
-        answers = [router.submit(toy_prompt(8, seed=number), greedy(200)) for number in range(100)]
+        answers = [router.submit(toy_prompt(8, seed=number), greedy(60)) for number in range(100)]
         ended = [await answer.end(60) for answer in answers]
         refused = [answer for answer in ended if answer.failure == "overloaded"]
         assert len(refused) <= 100 - 8 * 8, "fewer where some had ended before all had come"
         assert not any(answer.failure for answer in ended[: 8 * 8])
         assert all(answer.retryable and answer.retry_after_ms > 0 for answer in refused)
-        assert all(len(answer.tokens) == 200 for answer in ended if not answer.failure)
+        assert all(len(answer.tokens) == 60 for answer in ended if not answer.failure)
         if refused:
             return
     raise AssertionError("no request came while as many as may be were there")
@@ -193,7 +194,7 @@ async def test_metrics_count_what_was_served(node: NodeProcess, router: RouterCl
 
 async def test_f23_a_drained_node_refuses_new_work_ends_what_runs_and_exits_cleanly(folder: Path) -> None:
     for _ in range(TRIES):
-        node = start_toy(folder)
+        node = start_toy(folder, start=fresh_interpreter)
         try:
             await until_ready(node)
             if await drained_in_mid_stream(node):
@@ -206,7 +207,7 @@ async def test_f23_a_drained_node_refuses_new_work_ends_what_runs_and_exits_clea
 async def drained_in_mid_stream(node: NodeProcess) -> bool:
     """False where the longer of two answers was over before all had been looked at."""
     async with attached(node.control_address) as router:
-        running = router.submit(prompt := toy_prompt(50, seed=10), greedy(700))
+        running = router.submit(prompt := toy_prompt(50, seed=10), greedy(300))
         long_id = new_request_id()
         long = router.submit(toy_prompt(50, seed=11), greedy(2200), request_id=long_id)
         for answer in (running, long):
@@ -231,7 +232,7 @@ async def drained_in_mid_stream(node: NodeProcess) -> bool:
         assert (health, live) == ((503, ["draining"]), 200)
         assert (refused.failure, refused.retryable) == ("draining", True)
         assert refused.retry_after_ms > 0
-        assert (await running.end(30)).tokens == toy_answer(prompt, 700)
+        assert (await running.end(30)).tokens == toy_answer(prompt, 300)
         router.cancel(long_id)
         assert await node.exit_code(60) == 0
         return True

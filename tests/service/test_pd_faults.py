@@ -13,8 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forked_decant import ForkedDecant
 from pd_golden import TOY_LAYOUT, toy_answer, toy_prompt
-from pd_nodes import Metrics, NodeProcess, all_blocks_are_back, eventually, start_node, until_ready
+from pd_nodes import (
+    Metrics,
+    NodeProcess,
+    all_blocks_are_back,
+    eventually,
+    fresh_interpreter,
+    start_node,
+    transfer_ends,
+    until_ready,
+)
 from pd_router_client import attached, greedy, new_request_id, prefill_choice
 from pd_world import BLOCKS, SMALL, Pair
 
@@ -31,6 +41,8 @@ PARCELS = len(cut_parcels(0, LENGTH, POOL_LAYOUT, POOL_LAYOUT, SLOT_BYTES))
 PARCEL_TOKENS = LENGTH // PARCELS
 SILENCE_LIMIT_S = 5.0
 """Long enough that a node which is kept waiting for a moment is not given up: what has landed is counted to the byte."""
+NAMES_OF_A_HANG = {"transfer_stalled", "silent", "prefill_stalled", "unresponsive"}
+"""Data and control plane race to name it."""
 GIVEN_UP_WITHIN_S = SILENCE_LIMIT_S + 10.0
 """On a machine that keeps processes waiting; a lease would be over after 30 s."""
 HALF = PARCELS // 2
@@ -74,8 +86,10 @@ class Cluster:
         options = (*SMALL, f"--silence-limit-s={SILENCE_LIMIT_S}", *(UNLIKE if name == "unlike" else ()))
         ports = self.nodes["kill_first"].ports if name == "restarted" else None
         faults, key_file = FAULTS.get(name, ""), self._folder / "key"
+        # The one that drains is seen to end as a whole.
+        start = fresh_interpreter if name == "unlike" else ForkedDecant
         self.nodes[name] = start_node(
-            role, self._folder, model, key_file, *options, faults=faults, ports=ports, lanes="tcp"
+            role, self._folder, model, key_file, *options, faults=faults, ports=ports, lanes="tcp", start=start
         )
         return self.nodes[name]
 
@@ -176,10 +190,12 @@ async def test_f01_the_next_prefill_node_gives_the_rest_and_the_next_request_is_
 async def test_f02_a_prefill_node_that_hangs_is_given_up_for_lack_of_progress_and_its_late_parcels_change_nothing(
     cluster: Cluster,
 ) -> None:
-    prompt = toy_prompt(LENGTH, seed=60)
+    """F31 as well: log and metric say why."""
+    prompt, request_id = toy_prompt(LENGTH, seed=60), new_request_id()
     async with cluster.attached("stop") as pair:
         d, stopped = cluster.nodes["d"], cluster.nodes["stop"]
-        answer = pair.submit(prompt, greedy(8), prefill=("stop",))
+        before = await failures(d)
+        answer = pair.submit(prompt, greedy(8), prefill=("stop",), request_id=request_id)
         await answer.has_tokens(2)
         assert stopped.state() == "T"
         await answer.end(20)
@@ -188,6 +204,9 @@ async def test_f02_a_prefill_node_that_hangs_is_given_up_for_lack_of_progress_an
         assert answer.account is not None
         assert 0 < answer.account.transferred < LENGTH
         assert answer.account.transferred + answer.account.computed == LENGTH
+        (reason,) = (why.partition(":")[0] for why in transfer_ends(d, request_id))
+        assert reason in NAMES_OF_A_HANG
+        assert await failures(d) == before | {reason: before.get(reason, 0) + 1}
         untouched = [toy_prompt(40, seed=61 + number) for number in range(4)]
         running = [pair.submit(one, greedy(60), prefill=()) for one in untouched]
         stopped.send(signal.SIGCONT)

@@ -15,6 +15,7 @@ import aiohttp
 import grpc.aio
 import pytest
 from decant_proto.v1 import registry_pb2, registry_pb2_grpc
+from forked_decant import ForkedDecant
 from pd_nodes import inherited
 from router_fake_node import FakeNode, running
 from router_model_folder import write_model_folder
@@ -106,39 +107,39 @@ def _tokenizer_fingerprint(folder: Path) -> str:
     return ModelText.from_folder(folder).fingerprint or ""
 
 
-async def outcome(process: Process) -> tuple[int | None, str]:
-    started = await process.start()
-    _, message = await asyncio.wait_for(started.communicate(), START_LIMIT_S)
-    return started.returncode, message.decode()
+def outcome(process: Process, log: Path) -> tuple[int, str]:
+    """Its exit code and all that it wrote."""
+    code = ForkedDecant(["router", *process.arguments], inherited(), log).wait(START_LIMIT_S)
+    return code, log.read_text()
 
 
-async def test_f32_a_port_in_use_stops_the_start_and_names_the_setting(folder: Path) -> None:
+def test_f32_a_port_in_use_stops_the_start_and_names_the_setting(folder: Path) -> None:
     for setting in ("http-port", "grpc-port"):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             port = taken.getsockname()[1]
-            code, message = await outcome(Process(folder, **{setting: port}))
+            code, message = outcome(Process(folder, **{setting: port}), folder.parent / setting)
         assert code == 2
         assert f"--{setting}" in message
         assert str(port) in message
         assert "Traceback" not in message
 
 
-async def test_what_is_wrong_with_a_setting_is_one_line(folder: Path) -> None:
+def test_what_is_wrong_with_a_setting_is_one_line(folder: Path) -> None:
     node_keys = folder.parent / "node-keys"
     from foundation.ids import NodeId
 
     write_key_file(node_keys, draw_master_keys().for_node(NodeId("p0")))
-    rows = (
+    rows: tuple[tuple[dict[str, object], str], ...] = (
         ({"model": folder / "missing"}, "--model"),
         ({"key-file": folder / "missing"}, "--key-file"),
         ({"key-file": node_keys}, "master"),
         ({"registry": "redis://127.0.0.1:nonsense"}, "--registry"),
         ({"max-body-byte": 5}, "--max-body-bytes"),
     )
-    outcomes = await asyncio.gather(*(outcome(Process(folder, **options)) for options, _ in rows))
-    for (code, message), (_, named) in zip(outcomes, rows, strict=True):
+    for number, (options, named) in enumerate(rows):
+        code, message = outcome(Process(folder, **options), folder.parent / f"log-{number}")
         assert code == 2, message
         assert named in message
         assert len(message.strip().splitlines()) == 1, message

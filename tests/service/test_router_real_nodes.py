@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from forked_decant import ForkedDecant
 from pd_golden import TOY_LAYOUT, toy_prompt
 from pd_nodes import inherited
 from router_under_test import RouterUnderTest, router_with, until
@@ -51,16 +51,13 @@ TOY_TOKEN_BYTES = 4 * 6 * 2 * 4 * 4
 class NodeProcess:
     """One node that may be killed and started again under its own address."""
 
-    command: list[str]
+    arguments: list[str]
     log: Path
     http_port: int
-    process: asyncio.subprocess.Process | None = None
+    process: ForkedDecant | None = None
 
     async def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                *self.command, stdout=log, stderr=log, env={**inherited(), "OMP_NUM_THREADS": "1"}
-            )
+        self.process = await asyncio.to_thread(ForkedDecant, self.arguments, inherited(), self.log)
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -68,18 +65,22 @@ class NodeProcess:
 
     async def ended(self) -> int:
         assert self.process is not None
-        return await asyncio.wait_for(self.process.wait(), 30)
+        return await asyncio.to_thread(self.process.wait, 30)
 
     async def close(self) -> None:
-        if self.process is not None and self.process.returncode is None:
+        if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            await self.process.wait()
+            await self.ended()
 
 
 @dataclass
 class Cluster:
     router: RouterUnderTest
     nodes: dict[str, NodeProcess]
+    unharmed: list[str] = field(default_factory=list)
+    """`answers()` before any harm."""
+    alone: list[str] = field(default_factory=list)
+    """`choices_alone()`, once it was asked for."""
 
     async def all_usable(self) -> None:
         await until(lambda: _usable(self.router) == len(self.nodes), START_LIMIT_S)
@@ -103,6 +104,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
             await asyncio.gather(*(node.start() for node in nodes.values()))
             found = Cluster(router, nodes)
             await found.all_usable()
+            found.unharmed = await answers(router)
             yield found
         finally:
             await asyncio.gather(*(node.close() for node in nodes.values()))
@@ -115,10 +117,10 @@ def _usable(router: RouterUnderTest) -> int:
 
 def _node(name: str, folder: Path, key_file: Path, registry: str, log: Path) -> NodeProcess:
     ports = {f"--{kind}-port": free_port() for kind in ("control", "data", "http")}
-    return NodeProcess(_command(name, folder, key_file, registry, ports), log, ports["--http-port"])
+    return NodeProcess(_arguments(name, folder, key_file, registry, ports), log, ports["--http-port"])
 
 
-def _command(name: str, folder: Path, key_file: Path, registry: str, ports: dict[str, int]) -> list[str]:
+def _arguments(name: str, folder: Path, key_file: Path, registry: str, ports: dict[str, int]) -> list[str]:
     settings: dict[str, object] = dict(ports)
     settings |= {"--model": folder, "--node-id": name, "--registry": registry}
     settings |= {"--kv-cache-memory-bytes": "64MiB", "--staging-bytes": "8MiB", "--slot-bytes": "64KiB"}
@@ -126,7 +128,7 @@ def _command(name: str, folder: Path, key_file: Path, registry: str, ports: dict
     role = name.split("-")[0]
     if role == "prefill":
         settings["--key-file"] = key_file
-    return [sys.executable, "-m", "decant", role, *(f"{option}={value}" for option, value in settings.items())]
+    return [role, *(f"{option}={value}" for option, value in settings.items())]
 
 
 async def answer(router: RouterUnderTest, index: int) -> str:
@@ -175,9 +177,8 @@ async def caught(cluster: Cluster, ask: Ask, requests: int) -> asyncio.Future[An
 async def interrupted(
     cluster: Cluster, victim: str, harm: Callable[[], Awaitable[None]], heal: Callable[[], Awaitable[None]]
 ) -> None:
-    """Answers are under way, some of them on the victim, when it is harmed, and equal the unharmed run. It stays harmed."""
+    """Answers are under way, some of them on the victim, when it is harmed, and equal the unharmed ones. It stays harmed."""
     router = cluster.router
-    unharmed = await answers(router)
     for _ in range(TRIES):
         moved_before = await attempts_moved(router)
         running = await caught(cluster, lambda: answers(router), STREAMS)
@@ -186,7 +187,7 @@ async def interrupted(
         cut_off = len(link.attempts)
         assert cut_off, "the victim serves some of the streams"
         await harm()
-        assert await running == unharmed
+        assert await running == cluster.unharmed
         moved = await attempts_moved(router) - moved_before
         assert moved <= cut_off
         if moved:
@@ -237,8 +238,11 @@ async def choices_of_one_prompt(router: RouterUnderTest) -> list[str]:
     return texts
 
 
-async def choices_alone(router: RouterUnderTest) -> list[str]:
+async def choices_alone(cluster: Cluster) -> list[str]:
     """Each as a request of its own, at the same seed and choice index."""
+    if cluster.alone:
+        return cluster.alone
+    router = cluster.router
     intake = router.router.intake
     wishes = SamplingWishes(seed=77, temperature=1.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     (plain,) = intake.generations([await intake.prompt_from_text("prompt", CHOICES_PROMPT)], wishes)
@@ -254,6 +258,7 @@ async def choices_alone(router: RouterUnderTest) -> list[str]:
                 break
         assert piece.failure is None
         texts.append(text)
+    cluster.alone = texts
     return texts
 
 
@@ -272,7 +277,7 @@ async def test_choices_of_one_prompt_equal_single_requests_and_their_prompt_trav
     together = await choices_of_one_prompt(cluster.router)
     assert await carried_bytes(cluster) - before == len(CHOICES_PROMPT) * TOY_TOKEN_BYTES
     assert len(set(together)) == CHOICES
-    assert together == await choices_alone(cluster.router)
+    assert together == await choices_alone(cluster)
 
 
 async def test_the_log_probabilities_of_a_prompt_are_the_models_own_and_nothing_travels(cluster: Cluster) -> None:
@@ -292,7 +297,7 @@ async def test_the_log_probabilities_of_a_prompt_are_the_models_own_and_nothing_
 
 
 async def test_f05_choices_of_one_prompt_go_on_elsewhere_each_at_its_own_token(cluster: Cluster) -> None:
-    alone = await choices_alone(cluster.router)
+    alone = await choices_alone(cluster)
     await killed_under(cluster, lambda: choices_of_one_prompt(cluster.router), CHOICES, alone)
 
 

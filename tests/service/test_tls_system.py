@@ -313,7 +313,6 @@ async def test_f01_f22_a_killed_prefill_node_costs_no_answer_and_comes_back_unde
     before = await moved()
     alone = [await answer(prompt) for prompt in prompts]
     assert await moved() == before
-    system.prefill._log.close()
     system.prefill = system.start("prefill", system.prefill.ports)
     await until_ready(system.prefill)
     await until_usable(system)

@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from certificates import Authority, Files
-from pd_nodes import NodeProcess, Ports, eventually, start_node, until_ready
+from pd_nodes import NodeProcess, Ports, eventually, fresh_interpreter, start_node, until_ready
 from trace_collector import Collector
 
 from bench.ports import free_ports
@@ -104,7 +104,7 @@ def tls_system(folder: Path) -> Iterator[System]:
     options = (*SMALL, *of_all, f"--registry=127.0.0.1:{ports['registry']}")
 
     def start(role: str, ports: Ports) -> NodeProcess:
-        return start_node(role, folder, model, key_file, *options, ports=ports)
+        return start_node(role, folder, model, key_file, *options, ports=ports, start=fresh_interpreter)
 
     prefill, decode = (start(role, Ports(*free_ports(3))) for role in ("prefill", "decode"))
     command = [

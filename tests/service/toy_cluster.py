@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
+from forked_decant import ForkedDecant
 from pd_nodes import NodeProcess, eventually, inherited, json_lines, start_node
 from pd_world import SMALL
 
@@ -29,7 +28,7 @@ START_LIMIT_S = 180.0
 @dataclass
 class ToyCluster:
     nodes: dict[str, NodeProcess]
-    router: subprocess.Popen[bytes]
+    router: ForkedDecant
     http_port: int
     log_path: Path
 
@@ -74,11 +73,6 @@ class ToyCluster:
             self.router.wait(10)
 
 
-def _start(command: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:
-    with log_path.open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=inherited())
-
-
 @asynccontextmanager
 async def toy_cluster(
     folder: Path,
@@ -93,15 +87,15 @@ async def toy_cluster(
     write_key_file(key_file, draw_master_keys())
     http_port, grpc_port = free_ports(2)
     log_path = folder / "router.log"
-    arguments = {
+    settings = {
         "model": model,
         "key-file": key_file,
         "http-port": http_port,
         "grpc-port": grpc_port,
         "log-format": "json",
     }
-    command = [sys.executable, "-m", "decant", "router", *(f"--{key}={value}" for key, value in arguments.items())]
-    cluster = ToyCluster({}, _start([*command, *options], log_path), http_port, log_path)
+    arguments = ["router", *(f"--{key}={value}" for key, value in settings.items()), *options]
+    cluster = ToyCluster({}, ForkedDecant(arguments, inherited(), log_path), http_port, log_path)
     try:
         for name, role in roles.items():
             own = (f"--registry=127.0.0.1:{grpc_port}", f"--node-id={name}", *own_options.get(name, ()))
