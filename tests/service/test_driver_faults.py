@@ -113,7 +113,7 @@ async def test_f40_prefill_nodes_that_hang_one_after_the_other_take_no_staging_f
         assert (await pair.outcome(pair.begin(TOKENS)))[0] == "committed"
         good_bytes = pair.decode.staging_drawn_bytes
         assert good_bytes
-        for number in range(8):
+        for number in range(4):
             hanging = another_prefill_node(pair, f"hangs{number}", impatient, Faults(hold_sends_from=2))
             async with hanging as other:
                 lost = other.begin(TOKENS)
