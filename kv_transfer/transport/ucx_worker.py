@@ -1,8 +1,9 @@
-"""One UCX worker, and the threads that keep it going without anybody polling.
+"""One UCX worker, and the threads that keep it going.
 
 UCX's progress thread is C++ and sleeps in epoll until something happens (0.01 % of a core when idle, against 4 % with the
-binding's default of looking every millisecond); beside a GPU it spins. It also submits what the asyncio thread hands over, so
-that a copy into shared memory never runs on the event loop. The notifier thread sleeps until requests have completed and then
+binding's default of looking every millisecond). Beside a GPU it polls, which costs a core: to be woken by a GPU, UCX has it call
+the host behind every copy under way, for which the next copy waits. The thread also submits what the asyncio thread hands over,
+so that a copy into shared memory never runs on the event loop. The notifier thread sleeps until requests have completed and then
 has the event loop complete their futures.
 
 A request is cancelled when its handle is dropped, so whoever starts one holds the handle until the future is done. Dropping
@@ -32,10 +33,6 @@ from kv_transfer.transport.cuda_memory import CudaDevice
 from kv_transfer.transport.peer_mappings import peer_mappings
 
 Done = TypeVar("Done")
-
-DEVICE_WAIT_MS = 0
-"""Nothing wakes the progress thread when a GPU has finished a copy, so beside one it never sleeps: that takes 0.6 ms of 5.2 off a
-hand-over of 256 MiB, and costs a core. (Waking it for the time that messages pass was tried: restarting it took as much.)"""
 
 _CLOSE_TRY_NS = 5 * 10**9
 _CLOSE_TRIES = 24
@@ -160,8 +157,8 @@ class UcxWorker:
         self._start_progress()
 
     def _start_progress(self) -> None:
-        waits_ms = -1 if self._device is None else DEVICE_WAIT_MS
-        self._worker.start_progress_thread(polling_mode=False, epoll_timeout=waits_ms)
+        beside_gpu = self._device is not None
+        self._worker.start_progress_thread(polling_mode=beside_gpu, epoll_timeout=-1)
 
     def drop_unexpected(self, tag: int, mask: int) -> int:
         """Take out small messages that nobody posted for and whose tag agrees with `tag` where `mask` has ones; how many.
