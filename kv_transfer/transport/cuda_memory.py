@@ -101,8 +101,8 @@ class CudaDevice:
     def use_in_this_thread(self) -> None:
         self.call("cuCtxSetCurrent", self._context)
 
-    def allocate(self, size: int) -> DeviceBytes:
-        """Zeroed. Raises TransportError (`out_of_memory`)."""
+    def allocate(self, size: int, *, mapped_by_peers: bool = True) -> DeviceBytes:
+        """Zeroed. Peers map it from pairing on, or UCX does itself for each message. Raises TransportError (`out_of_memory`)."""
         assert size > 0, f"{size} bytes"
         self.use_in_this_thread()
         address = ctypes.c_uint64()
@@ -112,9 +112,10 @@ class CudaDevice:
             raise TransportError("out_of_memory", f"{size >> 20} MiB of slots: {error}") from error
         run = DeviceBytes(address.value, size, self, _Allocation(self, address.value))
         run.fill(0)
-        handle = _IpcHandle()
-        self.call("cuIpcGetMemHandle", ctypes.byref(handle), address)
-        self._handles[address.value] = bytes(handle)
+        if mapped_by_peers:
+            handle = _IpcHandle()
+            self.call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+            self._handles[address.value] = bytes(handle)
         return run
 
     def handles(self) -> tuple[bytes, ...]:
@@ -136,7 +137,7 @@ class CudaDevice:
         return PeerMemory(self, addresses)
 
     def free(self, address: int) -> None:
-        del self._handles[address]
+        self._handles.pop(address, None)
         self.use_in_this_thread()
         self.call("cuMemFree_v2", ctypes.c_uint64(address))
 

@@ -59,6 +59,8 @@ from kv_transfer.transport.ucx_worker import UcxEndpoint, UcxWorker
 
 HANDSHAKES_AT_ONCE = 64
 CLOSE_LIMIT_S = 5.0
+READ_BY_RECEIVER_BYTES = 1 << 20
+"""Shorter messages may be sent along with their announcement."""
 _NONCE_MASK = ((1 << 64) - 1) >> NUMBER_BITS << NUMBER_BITS
 
 Outcome = TypeVar("Outcome", ReceiveOutcome, SendOutcome)
@@ -141,10 +143,12 @@ class UcxSession:
         return await asyncio.shield(self._closing)
 
     async def greet(self, send_tag: int, receive_tag: int) -> None:
-        """Returns when a byte has travelled each way over this endpoint, and the lane is known."""
+        """Returns when a message has travelled each way over this endpoint, and the lane is known."""
         answered, sent = self._loop.create_future(), self._loop.create_future()
-        self.post_receive(Tag(receive_tag), self._transport.greeting[:1], partial(_resolve, answered))
-        self.send(Tag(send_tag), self._transport.greeting[1:], partial(_resolve, sent))
+        greeting = self._transport.greeting
+        half = greeting.size // 2
+        self.post_receive(Tag(receive_tag), greeting[:half], partial(_resolve, answered))
+        self.send(Tag(send_tag), greeting[half:], partial(_resolve, sent))
         for outcome in await asyncio.gather(answered, sent):
             if not isinstance(outcome, Landed | Sent):
                 raise TransportError("unreachable", f"the greeting failed: {outcome}")
@@ -209,8 +213,8 @@ class UcxTransport:
         self.stray_messages = 0
         self._device = device
         self.memory: Memory = "host" if device is None else "cuda"
-        self.greeting: Bytes = np.zeros(2, np.uint8) if device is None else cast(Bytes, device.allocate(2))
-        """What all sessions greet with: one byte that is overwritten, one that is sent."""
+        self.greeting = _greeting(device)
+        """What all sessions greet with: half of it is overwritten, the other sent."""
         self.worker = UcxWorker(device)
         self._sessions: set[UcxSession] = set()
         self._expected: dict[int, tuple[asyncio.Future[DataSession], LostCallback]] = {}
@@ -324,6 +328,15 @@ class UcxTransport:
         """Of a session that is over."""
         for nonce in nonces:
             self.stray_messages += self.worker.drop_unexpected(nonce << NUMBER_BITS, _NONCE_MASK)
+
+
+def _greeting(device: CudaDevice | None) -> Bytes:
+    """On a GPU long enough that the receiver reads it: UCX looks whether it can map memory of a GPU that it meets for the first
+    time, and never unmaps what it looked with. That must be nothing that a session maps and unmaps, the slots least of all: UCX
+    would read them at their old place when the same two processes pair again."""
+    if device is None:
+        return np.zeros(2, np.uint8)
+    return cast(Bytes, device.allocate(2 * READ_BY_RECEIVER_BYTES, mapped_by_peers=False))
 
 
 def _receive_outcome(tag: Tag, failure: str | None, withdrawn: bool) -> ReceiveOutcome:

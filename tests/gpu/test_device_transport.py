@@ -138,6 +138,25 @@ async def test_messages_land_while_the_gpu_is_busy_and_wait_for_nothing(world: D
     assert all(whole(buffer, number) for number, buffer in enumerate(buffers))
 
 
+@both_directions
+async def test_each_session_of_the_same_two_processes_reads_where_memory_is_mapped_for_it(world: DeviceWorld) -> None:
+    """What UCX mapped once and never unmapped it would read at its old place: it must ask for every message."""
+    mappings = peer_mappings()
+    assert mappings is not None
+    address = await world.listen()
+    for session in (7, 8):
+        near = await Near.dial(world, address, session)
+        for number in range(3):
+            asked_before, buffer = mappings.answered, world.room(1 << 20)
+            place = tag(number, SessionNonce(NONCE + session))
+            landed = near.receive(place, cast(Bytes, buffer))
+            await world.far_send(session, place, buffer.size, seed=number)
+            assert await soon(landed) == Landed(place)
+            assert whole(buffer, number)
+            assert mappings.answered > asked_before
+        assert isinstance(await near.session.close(), Fenced)
+
+
 async def test_f33_a_receive_cancelled_before_its_match_is_never_written(world: DeviceWorld) -> None:
     near = await Near.dial(world, await world.listen())
     buffers = [world.room(MIDDLE_BYTES) for _ in range(2)]
