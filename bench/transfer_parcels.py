@@ -32,7 +32,7 @@ from foundation.log import configure
 from foundation.metrics import NodeMetrics
 from kv_transfer.decode_driver import DecodeDriver
 from kv_transfer.driver import MeteredTransfers, TransferLimits
-from kv_transfer.landings import ARENAS_AT_ONCE
+from kv_transfer.landings import SHARE
 from kv_transfer.pool_copy import KvPool
 from kv_transfer.port import BeginTransfer
 from kv_transfer.prefill_driver import SESSIONS_AT_ONCE, PrefillDriver
@@ -87,7 +87,7 @@ async def decode_side(pipe: Connection, parcels: int, slots: int, repeat: int) -
     transport = UcxTransport()
     engine = EmptyDecode(parcels * LAYOUT.block_size)
     observer = MeteredTransfers(NodeMetrics())
-    settings = limits(slots, ARENAS_AT_ONCE)
+    settings = limits(slots, SHARE)
     driver = engine.driver = DecodeDriver(D, new_pool(parcels), settings, transport, engine, no_progress, observer)
     control_address, epoch = await asyncio.to_thread(pipe.recv)
 

@@ -25,8 +25,9 @@ from kv_transfer.transport.self_test import measure_lane
 
 log = get_logger()
 
-ARENAS_AT_ONCE = 8
-"""Staging memory is shared out for so many peers; each arena is that share, or what is left of the budget."""
+SHARE = 4
+"""An arena takes this part of the staging memory that is left: the first peers, often the only ones, get much, and room remains
+for many. A transfer has no more on its way than its arena has slots, and waits for a message for each part that is freed."""
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ class Landings:
 
     def open(self, peer: NodeId, session: int, data_address: str, slot_bytes: int) -> None:
         """Draw an arena, dial, measure; `LaneOpened` or `LaneFailed` follows."""
-        share = self._staging.staging_bytes // slot_bytes // ARENAS_AT_ONCE
+        left_bytes = self._staging.staging_bytes - self._staging.drawn_bytes
+        share = left_bytes // slot_bytes // SHARE
         slots = min(max(ARENA_SLOTS_AT_LEAST, share), ARENA_SLOTS_AT_MOST)
         arena = self._staging.draw_arena(slots, slot_bytes, session)
         arena = arena or self._staging.draw_arena(ARENA_SLOTS_AT_LEAST, slot_bytes, session)

@@ -108,7 +108,7 @@ class NodeOptions(Options):
     # The transfer.
     staging_bytes: int | None = option(
         None,
-        "memory for slots in which KV arrives or leaves (default: prefill 256MiB, decode 512MiB; on a GPU 2GiB, 4GiB)",
+        "memory for slots in which KV arrives or leaves (default: prefill 256MiB, decode 512MiB; on a GPU 4GiB)",
         minimum=64 * KIB,
         sized=True,
     )
@@ -239,7 +239,7 @@ def _advertised(host: str) -> str:
 @dataclass(frozen=True)
 class PrefillOptions(NodeOptions):
     role = Role.PREFILL
-    staging_defaults: ClassVar[Mapping[DeviceKind, int]] = {"cpu": 256 * MIB, "cuda": 2 * GIB}
+    staging_defaults: ClassVar[Mapping[DeviceKind, int]] = {"cpu": 256 * MIB, "cuda": 4 * GIB}
     key_file: str = option(help="file with this node's key, or with the master keys: what tickets are checked with")
     prompts_share_steps = False  # each first token is awaited by a decode node, which no other prompt here slows down
 

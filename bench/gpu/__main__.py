@@ -146,14 +146,17 @@ class Run:
         return self._told("replay", replay.replay(self.engine()))
 
     def landing(self) -> dict[str, Any]:
-        """Decode beside KV that lands at 50 GB/s, prefill beside gathers."""
+        """Decode beside KV that lands at 50 GB/s, from another GPU too, if there is one; prefill beside gathers."""
         engine = self.engine()
-        return {
-            "decode": self._told(
-                "landing", landing.decode_beside_landing(engine, HEAD_ORDER, LAYER_GROUP, 64, 2048, 50.0)
-            ),
-            "prefill": self._told("gathers", landing.prefill_beside_gathers(engine, HEAD_ORDER, LAYER_GROUP)),
-        }
+        sources: dict[str, torch.device | None] = {"decode": None}
+        if torch.cuda.device_count() > 1:
+            sources["decode_from_gpu"] = torch.device("cuda", 1)
+        found = {}
+        for name, source in sources.items():
+            copying = landing.Copying(HEAD_ORDER, LAYER_GROUP, source=source)
+            found[name] = self._told(name, landing.decode_beside_landing(engine, copying, 64, 2048, 50.0))
+        found["prefill"] = self._told("gathers", landing.prefill_beside_gathers(engine, HEAD_ORDER, LAYER_GROUP))
+        return found
 
     def invariant(self) -> dict[str, Any]:
         """What equal bits in every step cost: steps of an engine with --batch-invariant beside those of the normal one."""

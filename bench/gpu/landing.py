@@ -1,13 +1,15 @@
 """What KV that lands or leaves costs the engine's own steps, inside one process: the GPU's price alone, without a transport.
 
 A thread does what the copier's thread does on a stream of the same low priority: it has a slot filled (from pinned host memory,
-as a network card would write it) and scatters it; or it gathers into slots. It keeps to the given rate.
+as a network card would write it, or read from another GPU, as UCX does on one host) and scatters it; or it gathers into slots. It
+keeps to the given rate.
 
 Must not know: sessions, sockets.
 """
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import threading
 import time
@@ -27,6 +29,7 @@ from foundation.kv_layout import HeadOrder, KvLayout
 from kv_transfer.device_copy import PROGRAMS, DeviceCopier, DevicePool
 from kv_transfer.device_staging import AT_ONCE, COPY_PRIORITY
 from kv_transfer.plan.parcels import ParcelName, cut_parcels
+from kv_transfer.transport.cuda_memory import CudaDevice
 
 SLOT_BYTES = 64 << 20
 TOKENS = 2048
@@ -38,9 +41,17 @@ Work = Callable[[int], int]
 
 
 class Copying:
-    """Parcels of one prompt of TOKENS tokens, over and over, into or out of a pool beside the engine's."""
+    """Parcels of one prompt of TOKENS tokens, over and over, into or out of a pool beside the engine's. What lands comes from
+    host memory, or from the GPU that is the `source`."""
 
-    def __init__(self, order: HeadOrder, group: int, slot_bytes: int = SLOT_BYTES, programs: int = PROGRAMS) -> None:
+    def __init__(
+        self,
+        order: HeadOrder,
+        group: int,
+        slot_bytes: int = SLOT_BYTES,
+        programs: int = PROGRAMS,
+        source: torch.device | None = None,
+    ) -> None:
         layout = KvLayout(LAYERS, KV_HEADS, HEAD_DIM, "bfloat16", BLOCK_SIZE, order, group)
         count = TOKENS // BLOCK_SIZE
         storage = DeviceKvStorage(layout, 2 * count, DEVICE)
@@ -56,7 +67,8 @@ class Copying:
         self._seed = torch.tensor([77], device=DEVICE)
         self._slots = torch.empty(AT_ONCE, slot_bytes + 4096, dtype=torch.uint8, device=DEVICE)
         self._outcomes = torch.zeros(AT_ONCE, 2, dtype=torch.int64, device=DEVICE)
-        self._arriving = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=True)
+        self._arriving = _readable(slot_bytes, source)
+        self._driver = CudaDevice(DEVICE.index)
         self._stop = threading.Event()
         self.copied_bytes = 0
 
@@ -117,7 +129,9 @@ class Copying:
         return work
 
     def _arrive(self, number: int, size: int) -> None:
-        self._slots[number % AT_ONCE][:size].copy_(self._arriving[:size], non_blocking=True)
+        target, source = (ctypes.c_uint64(end.data_ptr()) for end in (self._slots[number % AT_ONCE], self._arriving))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self._driver.call("cuMemcpyAsync", target, source, ctypes.c_size_t(size), stream)
 
     def _scatter(self, number: int, parcel: ParcelName, size: int) -> None:
         slot = number % AT_ONCE
@@ -138,16 +152,21 @@ class Copying:
         assert self.copied_bytes > before, "nothing was copied"
 
 
+def _readable(size: int, source: torch.device | None) -> torch.Tensor:
+    """Bytes that DEVICE can read where they are: in pinned memory, or on another GPU."""
+    if source is None:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    # This way round torch lets DEVICE into the other's memory.
+    return torch.zeros(size, dtype=torch.uint8, device=DEVICE).to(source)
+
+
 def _blocks_of(parcel: ParcelName) -> slice:
     return slice(parcel.first_position // BLOCK_SIZE, -(-parcel.end_position // BLOCK_SIZE))
 
 
-def decode_beside_landing(
-    parts: DeviceEngineParts, order: HeadOrder, group: int, rows: int, mean: int, gb_s: float
-) -> Figures:
+def decode_beside_landing(parts: DeviceEngineParts, copying: Copying, rows: int, mean: int, gb_s: float) -> Figures:
     """Steps alone, then with KV landing; milliseconds, the rate that was reached, and what the quantiles grew by."""
     alone = decode_seconds(parts, rows, mean)
-    copying = Copying(order, group)
     with copying.beside(gb_s, copying.land):
         begun, before = time.perf_counter(), copying.copied_bytes
         beside = decode_seconds(parts, rows, mean)

@@ -5,8 +5,9 @@
     GPU only     the GPU does what it does for each landing, launched as one graph a prompt, so the host has little to do
     both         landings as they are
 
-All at one rate, in rounds there and back, each slice over a new batch of the same contexts, so that neither growing contexts nor
-a GPU that warms up tells for one of them. Profiles say how long the engine's own kernels run in each, and how long none does.
+Then with fewer thread blocks, with smaller slots, without scatters, and from another GPU, if there is one. All at one rate, in
+rounds there and back, each slice over a new batch of the same contexts, so that neither growing contexts nor a GPU that warms up
+tells for one of them. Profiles say how long the engine's own kernels run in each, and how long none does.
 
 Must not know: sessions, sockets.
 """
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from bench.gpu.landing import SLOT_BYTES, Copying, Work, constant_batch, decode_seconds
@@ -63,7 +65,7 @@ class Slices:
 
 
 def slices_of(order: HeadOrder, group: int) -> dict[str, Slices]:
-    """By name. The four that tell host from GPU, then fewer thread blocks, smaller slots, and no scatter at all."""
+    """By name. The four that tell host from GPU, then what else may matter."""
     usual = Copying(order, group)
     found = {
         ALONE: Slices(),
@@ -79,6 +81,10 @@ def slices_of(order: HeadOrder, group: int) -> dict[str, Slices]:
             found[f"GPU only, {programs} programs"] = Slices(fewer, fewer.land_for_the_gpu(scattered=True))
     smaller = Copying(order, group, slot_bytes=SLOT_BYTES // 2)
     found[f"both, slots of {SLOT_BYTES // 2 >> 20} MiB"] = Slices(smaller, smaller.land)
+    if torch.cuda.device_count() > 1:
+        from_gpu = Copying(order, group, source=torch.device("cuda", 1))
+        found["both, from another GPU"] = Slices(from_gpu, from_gpu.land)
+        found["nothing scattered, from another GPU"] = Slices(from_gpu, from_gpu.land_for_the_gpu(scattered=False))
     return found
 
 
@@ -131,13 +137,13 @@ def _lands(event: FunctionEvent) -> bool:
 
 
 def table(figures: dict[str, Figures]) -> list[str]:
-    lines = [f"{'':<28} {'GB/s':>6} {'p50 ms':>8} {'':>8} {'p99 ms':>8} {'':>8}"]
+    lines = [f"{'':<36} {'GB/s':>6} {'p50 ms':>8} {'':>8} {'p99 ms':>8} {'':>8}"]
     for name, found in figures.items():
         cells = (f"{found[f'{quantile}_ms']:8.3f} {found[quantile]:+8.1%}" for quantile in ("p50", "p99"))
-        lines.append(f"{name:<28} {found['landed_gb_s']:6.1f} {' '.join(cells)}")
-    lines.append(f"{'profiled, ms a step':<28} {'engine busy':>12} {'gaps':>8} {'GPU idle':>9}")
+        lines.append(f"{name:<36} {found['landed_gb_s']:6.1f} {' '.join(cells)}")
+    lines.append(f"{'profiled, ms a step':<36} {'engine busy':>12} {'gaps':>8} {'GPU idle':>9}")
     for name, found in figures.items():
         if "engine_busy_ms" in found:
             busy, gap, idle = (found[key] for key in ("engine_busy_ms", "engine_gap_ms", "gpu_idle_share"))
-            lines.append(f"{name:<28} {busy:12.3f} {gap:8.3f} {idle:9.1%}")
+            lines.append(f"{name:<36} {busy:12.3f} {gap:8.3f} {idle:9.1%}")
     return lines

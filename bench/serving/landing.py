@@ -1,8 +1,10 @@
 """What landing KV costs the streams that a decode node serves meanwhile, host and GPU together.
 
 A batch of streams decodes; between phases of that, it decodes while prompts whose KV the prefill node holds already are asked
-again and again for two tokens each: all of their KV lands, next to none is computed. Compared are the engine's own steps, and the
-gaps that clients see. The share of time in which the decode node's GPU is idle is profiled in a phase of its own (SIGUSR2 of
+again and again for two tokens each: all of their KV lands, next to none is computed. First as fast as they are answered, which
+is the full rate and comes in bursts, for answers leave together when a step ends; then at nearly that rate, evenly; then at a
+lower one. Compared are the engine's own steps, as they are and beyond what their batches ask for (`step_price`), and the gaps
+that clients see. The share of time in which the decode node's GPU is idle is profiled in a phase of its own (SIGUSR2 of
 `timed_node`).
 """
 
@@ -15,12 +17,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from bench.serving.fleet import Arrangement, Fleet
 from bench.serving.goodput import quantile
 from bench.serving.open_loop import Client, Served
+from bench.serving.step_price import Phase, Step, prices
 from bench.serving.workload import Shape
 
 REPEATED_PROMPTS = 4
@@ -28,6 +31,8 @@ LANDED_TOKENS = 2
 START_LIMIT_S = 60.0
 PROFILE_LIMIT_S = 20.0
 UNDER_WAY_S = 0.3
+EVENLY_OF_FULL = 0.95
+"""More would pile up."""
 
 Beside = Callable[[], Awaitable[None]]
 
@@ -47,31 +52,37 @@ class LandingPlan:
 
 async def measure_landing(fleet: Fleet, client: Client, plan: LandingPlan) -> dict[str, Any]:
     fleet.arrange(Arrangement.APART)
-    repeated = [Shape(plan.prompt_tokens, LANDED_TOKENS)] * REPEATED_PROMPTS
-    bodies = [client.body(shape, plan.seed + index) for index, shape in enumerate(repeated)]
-    for shape, body in zip(repeated, bodies, strict=True):
-        await client.send(shape, body)
     streams = _Streams(fleet, client, plan)
+    landings = _Landings(client, plan)
+    prompt_bytes = await landings.compute_all(streams.landed_bytes)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one) for one in streams.coroutines()]
         await streams.all_started()
         alone = [await streams.observe(plan.phase_s)]
-        full = await streams.observe(plan.phase_s, lambda: _land(client, repeated, bodies, plan.landings_at_once, 0.0))
+        full = await streams.observe(plan.phase_s, lambda: landings.at_once(plan.landings_at_once))
         alone.append(await streams.observe(plan.phase_s))
-        paced = await streams.observe(plan.phase_s, lambda: _land(client, repeated, bodies, 0, plan.landings_a_second))
+        a_second = EVENLY_OF_FULL * full["landed_gb_s"] * 1e9 / prompt_bytes
+        evenly = await streams.observe(plan.phase_s, lambda: landings.at_rate(a_second))
         alone.append(await streams.observe(plan.phase_s))
-        idle_share = await streams.idle_share(lambda: _land(client, repeated, bodies, 0, plan.landings_a_second))
+        paced = await streams.observe(plan.phase_s, lambda: landings.at_rate(plan.landings_a_second))
+        alone.append(await streams.observe(plan.phase_s))
+        idle_share = await streams.idle_share(lambda: landings.at_rate(plan.landings_a_second))
         ended_early = sum(task.done() for task in tasks)
         for task in tasks:
             task.cancel()
+    landing = {"full_rate": full, "evenly": evenly, "paced": paced}
     return {
         "streams": plan.streams,
         "prompt_tokens": plan.prompt_tokens,
         "streams_that_ended_early": ended_early,
         "alone": alone,
         "landing_at_full_rate": full,
+        "landing_evenly": evenly,
         "landing_paced": paced,
-        "itl_under_landing": {"full_rate": growth(full, alone[:2]), "paced": growth(paced, alone[1:])},
+        "itl_under_landing": {
+            name: growth(phase, alone[number : number + 2]) for number, (name, phase) in enumerate(landing.items())
+        },
+        "step_price_of_landing": streams.prices(alone, landing),
         "gpu_idle_share_serving": idle_share,
         "step_p99_over_p50": paced["step_p99_ms"] / paced["step_p50_ms"],
     }
@@ -113,11 +124,26 @@ class _Streams:
         """What the engines and the clients saw for so long, with something going on beside."""
         async with _going_on(beside):
             begun_s, begun_monotonic = time.perf_counter(), time.monotonic()
-            bytes_before = await asyncio.to_thread(self._landed_bytes)
+            bytes_before = await asyncio.to_thread(self.landed_bytes)
             await asyncio.sleep(seconds)
-            landed = await asyncio.to_thread(self._landed_bytes) - bytes_before
+            landed = await asyncio.to_thread(self.landed_bytes) - bytes_before
             took_s = time.perf_counter() - begun_s
-        return self._steps(begun_monotonic) | self._gaps(begun_s) | {"landed_gb_s": landed / took_s / 1e9}
+        phase = {"from_s": begun_monotonic, "until_s": time.monotonic(), "landed_gb_s": landed / took_s / 1e9}
+        return self._quantiles(begun_monotonic) | self._gaps(begun_s) | phase
+
+    def prices(
+        self, alone: list[dict[str, float]], landing: dict[str, dict[str, float]]
+    ) -> dict[str, dict[str, float]] | None:
+        """None where several nodes decode."""
+        if len(self._decoders) > 1:
+            return None
+
+        def phase(found: dict[str, float]) -> Phase:
+            return Phase(found["from_s"], found["until_s"])
+
+        steps = self._steps(alone[0]["from_s"])
+        phases = {name: phase(found) for name, found in landing.items()}
+        return prices(steps, [phase(found) for found in alone], phases, self._plan.streams, self._plan.prompt_tokens)
 
     async def idle_share(self, beside: Beside) -> float | None:
         """Of the decode nodes' GPUs, profiled meanwhile: a phase of its own, for a profiler slows what it looks at."""
@@ -135,13 +161,16 @@ class _Streams:
         shares = [float(event["idle_share"]) for event in answers if "idle_share" in event]
         return statistics.fmean(shares) if shares else None
 
-    def _landed_bytes(self) -> float:
+    def landed_bytes(self) -> float:
         return sum(self._fleet.metric(node, "decant_kv_transfer_bytes_total") for node in self._decoders)
 
-    def _steps(self, since_s: float) -> dict[str, float]:
-        steps = [event for node in self._decoders for event in self._fleet.events(node, "step", since_s)]
+    def _steps(self, since_s: float) -> list[Step]:
+        events = [event for node in self._decoders for event in self._fleet.events(node, "step", since_s)]
+        return [Step(float(event["at"]), float(event["seconds"]), int(event["running"])) for event in events]
+
+    def _quantiles(self, since_s: float) -> dict[str, float]:
         whole = self._plan.streams // len(self._decoders)
-        seconds = [float(event["seconds"]) for event in steps if int(event["running"]) >= whole]
+        seconds = [step.seconds for step in self._steps(since_s) if step.running >= whole]
         return {"steps": len(seconds)} | {
             f"step_{name}_ms": quantile(seconds, share) * 1e3 for name, share in (("p50", 0.5), ("p99", 0.99))
         }
@@ -165,21 +194,37 @@ async def _going_on(beside: Beside | None) -> AsyncIterator[None]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def _land(client: Client, shapes: list[Shape], bodies: list[bytes], at_once: int, a_second: float) -> None:
-    """Until cancelled: `at_once` requests in flight, each followed by the next; or, with a rate, one at each beat."""
-    if a_second <= 0:
+class _Landings:
+    """Prompts that the prefill node knows, asked again until cancelled."""
+
+    def __init__(self, client: Client, plan: LandingPlan) -> None:
+        self._client = client
+        self._shape = Shape(plan.prompt_tokens, LANDED_TOKENS)
+        self._bodies = [client.body(self._shape, plan.seed + index) for index in range(REPEATED_PROMPTS)]
+
+    async def _ask(self, index: int) -> None:
+        await self._client.send(self._shape, self._bodies[index % len(self._bodies)])
+
+    async def compute_all(self, landed_bytes: Callable[[], float]) -> float:
+        """What the first of each is for. The bytes of KV that one lands."""
+        before = await asyncio.to_thread(landed_bytes)
+        for index in range(len(self._bodies)):
+            await self._ask(index)
+        return (await asyncio.to_thread(landed_bytes) - before) / len(self._bodies)
+
+    async def at_once(self, in_flight: int) -> None:
+        """Each is followed by the next."""
 
         async def again(first: int) -> None:
-            index = first
-            while True:
-                await client.send(shapes[0], bodies[index % len(bodies)])
-                index += 1
+            for index in count(first):
+                await self._ask(index)
 
-        await asyncio.gather(*(again(first) for first in range(at_once)))
-        return
-    async with asyncio.TaskGroup() as group:
-        begun_s, index = time.perf_counter(), 0
-        while True:
-            await asyncio.sleep(max(0.0, begun_s + index / a_second - time.perf_counter()))
-            group.create_task(client.send(shapes[0], bodies[index % len(bodies)]))
-            index += 1
+        await asyncio.gather(*(again(first) for first in range(in_flight)))
+
+    async def at_rate(self, a_second: float) -> None:
+        """One at each beat."""
+        begun_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for index in count():
+                await asyncio.sleep(max(0.0, begun_s + index / a_second - time.perf_counter()))
+                group.create_task(self._ask(index))

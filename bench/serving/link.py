@@ -3,7 +3,8 @@
     copy          one process, both GPUs: the ceiling
     ucx_perftest  tag_bw with messages of slot size
     messages      sends of the data plane from slots into slots, IN_FLIGHT at a time, from the receiver's word to the last landed
-    transfers     from P's offer to D's commit: gather, digests, credits, messages, scatter; P has computed everything before
+    transfers     gather, digests, credits, messages, scatter: from P's first gather to D's commit, and from P's offer; P has
+                  computed everything before
 
 Each direction and slot size by itself; medians of ROUNDS after one that warms up. Two processes, one on each device; on CPUs
 without the copy. What fails is said and left out, so that the others are still measured.

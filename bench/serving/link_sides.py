@@ -77,7 +77,10 @@ class Side:
             sys.setswitchinterval(SWITCH_INTERVAL_S)  # as a node does
         self.plan, self.pipe = plan, pipe
         pool = _new_pool(plan, device)
-        self.pools = {"": pool, " without digests": _without_digests(pool)} if plan.on_gpus else {"": pool}
+        self.pools = {"": pool}
+        if plan.on_gpus:
+            self.pools[" without digests"] = plain = _noting(pool.pool, digests=False)
+            plain.device = pool.device  # whose memory peers map
         """By what a transfer over them is called."""
         self.transport = UcxTransport(pool.device) if plan.on_gpus else UcxTransport()
         runs = {size: IN_FLIGHT * slot_stride(size) for size in plan.slot_bytes}
@@ -134,34 +137,43 @@ def _new_pool(plan: LinkPlan, device: str) -> Any:
 
     from engine.kv_cache.device_storage import DeviceKvStorage
     from kv_transfer.device_copy import DevicePool
-    from kv_transfer.device_staging import DeviceStaging
 
     layout = replace(LAYOUT, head_order="HND")
     torch.cuda.set_device(device)
     storage = DeviceKvStorage(layout, blocks, torch.device(device))
     storage.memory.normal_()
     storage.device_owner_words.fill_(OWNER)
-    return DeviceStaging(DevicePool(layout, storage.memory, storage.device_owner_words))
+    return _noting(DevicePool(layout, storage.memory, storage.device_owner_words))
 
 
-def _without_digests(staging: Any) -> Any:
-    """The same pool, whose copies neither hash nor check owners: every digest is 0. For measuring what they cost."""
+def _noting(pool: Any, *, digests: bool = True) -> Any:
+    """The pool with copies that note when gathers begin. Without `digests` they neither hash nor check owners, and every
+    digest is 0: for measuring what they cost."""
     from kv_transfer.device_copy import DeviceCopier
     from kv_transfer.device_staging import DeviceCopies, DeviceStaging
+    from kv_transfer.staging import Begun, Gather, Gathered
 
-    class PlainCopies(DeviceCopies):
-        def __init__(self, pool: Any) -> None:
+    class NotingCopies(DeviceCopies):
+        def __init__(self, begun_s: list[float]) -> None:
             super().__init__(pool)
-            self._copier = DeviceCopier(pool, digests=False)
-            self._copier.compile(pool.layout.kv_heads)
+            self._begun_s = begun_s
+            if not digests:
+                self._copier = DeviceCopier(pool, digests=False)
+                self._copier.compile(pool.layout.kv_heads)
 
-    class PlainStaging(DeviceStaging):
-        def copies(self) -> PlainCopies:
-            return PlainCopies(self.pool)
+        def gather(self, job: Gather) -> Begun[Gathered]:
+            self._begun_s.append(time.monotonic())
+            return super().gather(job)
 
-    plain = PlainStaging(staging.pool)
-    plain.device = staging.device  # whose memory peers map
-    return plain
+    class NotingStaging(DeviceStaging):
+        def __init__(self) -> None:
+            super().__init__(pool)
+            self.gathers_begun_s: list[float] = []
+
+        def copies(self) -> NotingCopies:
+            return NotingCopies(self.gathers_begun_s)
+
+    return NotingStaging()
 
 
 def _limits(plan: LinkPlan, slot_bytes: int, gpu_staging_bytes: int) -> TransferLimits:
@@ -193,8 +205,10 @@ async def prefill_side(plan: LinkPlan, pipe: Connection, figures: Connection) ->
         driver.register(server)
         pipe.send((f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", driver.epoch))
         await server.start()
+        gathers_begun_s = pool.gathers_begun_s if plan.on_gpus else []
         while await side.hear() != "over":
-            pipe.send(engine.offered_s)
+            pipe.send((engine.offered_s, min(gathers_begun_s, default=engine.offered_s)))
+            gathers_begun_s.clear()
         await driver.close()
         await server.stop(0)
     await side.transport.close()
@@ -219,19 +233,20 @@ async def decode_side(plan: LinkPlan, pipe: Connection, figures: Connection) -> 
         driver = DecodeDriver(D, pool, limits, side.transport, engine, no_progress, Unwatched())
         engine.driver = driver
         control_address, epoch = await side.hear()
-        seconds = [await _transfer(side, driver, engine, control_address, epoch, n) for n in range(ROUNDS + 1)]
+        spans = [await _transfer(side, driver, engine, control_address, epoch, n) for n in range(ROUNDS + 1)]
         pipe.send("over")
         await driver.close()
-        rate = plan.total_bytes / statistics.median(seconds[1:]) / 1e9
-        figures.send((f"transfers {in_mib(slot_bytes)} P to D{variant}", rate))
+        for place, since in enumerate(("", ", from the offer")):
+            rate = plan.total_bytes / statistics.median(span[place] for span in spans[1:]) / 1e9
+            figures.send((f"transfers {in_mib(slot_bytes)} P to D{variant}{since}", rate))
     await side.transport.close()
     figures.send(None)
 
 
 async def _transfer(
     side: Side, driver: DecodeDriver, engine: EmptyDecode, control_address: str, epoch: int, number: int
-) -> float:
-    """Seconds from P's offer to D's commit."""
+) -> tuple[float, float]:
+    """Seconds to D's commit from P's first gather, and from its offer (on CPUs both from the offer)."""
     transfer = TransferId(RequestId(f"{control_address}-{number}"), 1, 1)
     prompt = tuple(range(side.plan.positions))
     engine.over = asyncio.get_running_loop().create_future()
@@ -239,8 +254,8 @@ async def _transfer(
     driver.begin(BeginTransfer(transfer, P.node_id, control_address, ticket, prompt, (), b"", 60.0))
     committed_s, _ = await engine.over
     side.pipe.send("offered")
-    offered_s: float = await side.hear()
-    return committed_s - offered_s
+    offered_s, gathered_s = await side.hear()
+    return committed_s - gathered_s, committed_s - offered_s
 
 
 def in_mib(size: int) -> str:

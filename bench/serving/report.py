@@ -50,11 +50,13 @@ def _hand_over(section: Mapping[str, Any]) -> list[str]:
 
 def _landing(section: Mapping[str, Any]) -> list[str]:
     rows = []
-    first, between, last = section["alone"]
+    first, second, third, last = section["alone"]
     phases = (
         ("alone", first),
         ("landing at full rate", section["landing_at_full_rate"]),
-        ("alone", between),
+        ("alone", second),
+        ("landing nearly so fast, evenly", section["landing_evenly"]),
+        ("alone", third),
         ("landing, paced", section["landing_paced"]),
         ("alone", last),
     )
@@ -67,7 +69,15 @@ def _landing(section: Mapping[str, Any]) -> list[str]:
                 f"{phase['client_itl_p50_ms']:.2f} / {phase['client_itl_p99_ms']:.2f}",
             )
         )
-    return _table((f"{section['streams']} streams", "KV, GB/s", "step p50 / p99, ms", "client p50 / p99, ms"), rows)
+    lines = _table((f"{section['streams']} streams", "KV, GB/s", "step p50 / p99, ms", "client p50 / p99, ms"), rows)
+    beyond = section["step_price_of_landing"] or {}
+    return [
+        *lines,
+        *_table(
+            ("beyond what the batch asks for", "step p50", "step p99"),
+            [(name, f"{grown['p50']:+.1%}", f"{grown['p99']:+.1%}") for name, grown in beyond.items()],
+        ),
+    ]
 
 
 def _link(section: Mapping[str, Any]) -> list[str]:

@@ -72,7 +72,7 @@ SIZES = {
         landing=LandingPlan(
             streams=65,
             prompt_tokens=2048,
-            output_tokens=2200,
+            output_tokens=2600,
             phase_s=2.5,
             landings_at_once=8,
             landings_a_second=10.0,
@@ -100,7 +100,7 @@ SIZES = {
         decode_options=("--no-enable-prefix-caching", "--max-num-seqs", "16"),
         hand_over=HandOverPlan(prompt_tokens=128, prompts=3),
         landing=LandingPlan(
-            streams=4, prompt_tokens=64, output_tokens=1500, phase_s=1.0, landings_at_once=2, landings_a_second=5.0
+            streams=4, prompt_tokens=64, output_tokens=1900, phase_s=1.0, landings_at_once=2, landings_a_second=5.0
         ),
         workloads=(
             Workload(FixedLengths(Shape(64, 16)), (1.0, 2.0)),

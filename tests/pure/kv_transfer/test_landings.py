@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("slot_bytes", "slots"), [(4 * MIB, 512 // 4 // 8), (200 * MIB, 2), (512, ARENA_SLOTS_AT_MOST)], ids=str
+    ("slot_bytes", "slots"), [(4 * MIB, 512 // 4 // 4), (200 * MIB, 2), (512, ARENA_SLOTS_AT_MOST)], ids=str
 )
 async def test_f17_an_arena_is_a_share_of_the_staging_memory_in_a_bounded_number_of_slots(
     slot_bytes: int, slots: int
@@ -34,3 +34,19 @@ async def test_f17_an_arena_is_a_share_of_the_staging_memory_in_a_bounded_number
     assert landings.drawn_bytes == slots * slot_bytes
     await sessions.close_all()
     assert landings.drawn_bytes == 0
+
+
+async def test_the_first_peers_get_much_and_room_remains_for_many() -> None:
+    events: list[SessionEvent] = []
+    sessions = DataSessions(events.append)
+    staging = StagingMemory(512 * MIB)
+    landings = Landings(
+        MemoryTransport(MemoryNetwork()), sessions, staging, events.append, lambda peer, lane, speed: None
+    )
+    slots: list[int] = []
+    for session in range(1, 13):
+        before = landings.drawn_bytes
+        landings.open(P0, session, "nobody:1", 4 * MIB)
+        slots.append((landings.drawn_bytes - before) // (4 * MIB))
+    assert slots == [32, 24, 18, 13, 10, 7, 6, 4, 3, 2, 2, 2]
+    await sessions.close_all()
