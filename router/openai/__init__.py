@@ -1,2 +1,2 @@
-"""The OpenAI API over HTTP. Read in this order: `bodies` (what clients send), `answers` (what they get), `errors`, `endpoints`,
-`server`."""
+"""The OpenAI API over HTTP. Read in this order: `bodies` (what clients send), `answers` (what they get), `writing`, `errors`,
+`endpoints`, `server`."""

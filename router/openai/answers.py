@@ -19,6 +19,8 @@ from router.openai.prompt_logprobs import TokenText, finite
 from router.tool_calls import CallDelta, Parsed, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
+MANY_TOKENS = 128
+"""What stands in a response for each of so many tokens takes tens of milliseconds to write, with 20 of the best for each."""
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 _encode_string = json.encoder.encode_basestring_ascii
 
@@ -262,23 +264,21 @@ class Answer:
             choice.tokens.extend(piece.tokens)
 
     def response(self, lasts: Sequence[Piece]) -> dict[str, Any]:
-        """`lasts`: the last piece of each choice."""
-        choices = []
-        for choice, last in zip(self._choices, lasts, strict=True):
-            logprobs = None
-            if self._wants_logprobs(choice.index):
-                logprobs = self._logprobs(choice, choice.tokens)
-            text = "".join([self._beginnings[choice.index], *choice.texts])
-            ids = self._ids(choice, choice.tokens, with_prompt=True) if self._wanted.token_ids else {}
-            shown = self._form.response_choice(choice, text, logprobs, self._ending(choice, last))
-            choices.append({**shown, **ids, **self._prompt_logprobs(choice.index, in_choice=True)})
+        """For `written`: choices are made as they are asked for. `lasts`: the last piece of each of them."""
         return {
             **self._envelope.as_json(self._form.object),
-            "choices": choices,
+            "choices": map(self._whole_choice, self._choices, lasts),
             "usage": self.usage().as_json(),
             **self._prompt_ids_beside(),
             **self._prompt_logprobs(0, in_choice=False),
         }
+
+    def _whole_choice(self, choice: _Choice, last: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(choice, choice.tokens) if self._wants_logprobs(choice.index) else None
+        text = "".join([self._beginnings[choice.index], *choice.texts])
+        ids = self._ids(choice, choice.tokens, with_prompt=True) if self._wanted.token_ids else {}
+        shown = self._form.response_choice(choice, text, logprobs, self._ending(choice, last))
+        return {**shown, **ids, **self._prompt_logprobs(choice.index, in_choice=True)}
 
     def _logprobs(self, choice: _Choice, tokens: Sequence[types_pb2.Token]) -> dict[str, Any]:
         """Of these tokens, and before the first of them of a prompt that is echoed."""
@@ -299,9 +299,10 @@ class Answer:
         return self._streams[index - self._streams[index].generation.choice_index]
 
     @property
-    def tells_of_prompt(self) -> bool:
-        """Whether something stands in it for each token of a prompt."""
-        return self._wanted.prompt_logprobs is not None or self._wanted.echoed is not None
+    def takes_long(self) -> bool:
+        """Whether something stands in the whole response for each token of a prompt, or for very many of the answer's."""
+        tells_of_prompt = self._wanted.prompt_logprobs is not None or self._wanted.echoed is not None
+        return tells_of_prompt or sum(len(choice.tokens) for choice in self._choices) >= MANY_TOKENS
 
     def _ending(self, choice: _Choice, last: Piece) -> dict[str, Any]:
         called = bool(choice.calls) and not self._wanted.names_its_tool and last.finish_reason == "stop"

@@ -44,6 +44,7 @@ from router.openai.errors import error_event, error_response
 from router.openai.event_writer import push_rest
 from router.openai.prompt_logprobs import beside_choice, echoed
 from router.openai.reading import BodyT, read_body
+from router.openai.writing import written
 from router.request_trace import Caller, Operation
 from router.tool_calls import FORCED_PARSERS, PARSERS
 from router.wording import INTERNAL_ERROR
@@ -235,10 +236,9 @@ async def _whole(answer: Answer, streams: Sequence[AnswerStream]) -> web.Respons
                 lasts[index] = piece
 
     def write() -> bytes:
-        return json.dumps(answer.response([lasts[index] for index in range(len(streams))])).encode()
+        return written(answer.response([lasts[index] for index in range(len(streams))]))
 
-    # What there is to say of each token of a prompt takes long to write, and other requests' tokens would wait.
-    body = await asyncio.to_thread(write) if answer.tells_of_prompt else write()
+    body = await asyncio.to_thread(write) if answer.takes_long else write()  # other requests' tokens would wait
     return web.Response(body=body, content_type="application/json")
 
 

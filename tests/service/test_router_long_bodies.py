@@ -15,7 +15,9 @@ from router_under_test import RouterUnderTest, router_with
 
 from router.intake import LONG_TEXT_CHARACTERS
 from router.openai import endpoints
+from router.openai.answers import MANY_TOKENS
 from router.openai.reading import read_body
+from router.openai.writing import written
 from router.tokenizer import ModelText
 
 pytestmark = [pytest.mark.sockets, pytest.mark.asyncio(loop_scope="module")]
@@ -71,6 +73,25 @@ async def test_what_is_long_is_read_tokenized_and_written_in_a_thread(
     is_long = len(json.dumps(body)) >= LONG_TEXT_CHARACTERS
     assert len(threads) >= 2
     assert {thread is threading.main_thread() for thread in threads} == {not is_long}
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("tokens", [MANY_TOKENS - 1, MANY_TOKENS])
+async def test_an_answer_that_says_something_of_very_many_tokens_is_written_in_a_thread(
+    served: RouterUnderTest, monkeypatch: pytest.MonkeyPatch, tokens: int, logprobs: int | None
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(response: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return written(response)
+
+    monkeypatch.setattr(endpoints, "written", noted)
+    body = {"prompt": "a", "max_tokens": tokens, "logprobs": logprobs, "ignore_eos": True}
+    status, found = await served.post("/v1/completions", body)
+    assert (status, found["usage"]["completion_tokens"]) == (200, tokens)
+    in_thread = logprobs is not None and tokens == MANY_TOKENS
+    assert [thread is not threading.main_thread() for thread in threads] == [in_thread]
 
 
 async def test_what_is_long_and_wrong_is_refused_by_name(served: RouterUnderTest) -> None:
