@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,13 +175,20 @@ def main() -> int:
     parser.add_argument("--decode-devices", nargs="+", default=["cuda:1"], help="one decode node on each")
     parser.add_argument("--minutes", type=float, default=8.5, help="for everything, starts included")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", help="of the section loads, by name (default: all)")
     parser.add_argument("--soak-s", type=float, default=180.0, help="length of the section soak")
     parser.add_argument("--slot-bytes", help="of the nodes' transfers, as `decant node --slot-bytes` takes it")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs (default: a temporary one)")
     help = f"of {', '.join(SECTIONS)} (default: all of these), {', '.join(ON_REQUEST)}"
     parser.add_argument("sections", nargs="*", help=help, choices=[*SECTIONS, *ON_REQUEST, []])
     arguments = parser.parse_args()
-    run = Run(arguments, SIZES[arguments.size])
+    size = SIZES[arguments.size]
+    if arguments.workloads:
+        by_name = {workload.lengths.name: workload for workload in size.workloads}
+        if unknown := set(arguments.workloads) - set(by_name):
+            parser.error(f"--workloads: {', '.join(sorted(unknown))} is none of {', '.join(by_name)}")
+        size = replace(size, workloads=tuple(by_name[name] for name in arguments.workloads))
+    run = Run(arguments, size)
     slots = () if arguments.slot_bytes is None else ("--slot-bytes", arguments.slot_bytes)
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.logs or Path(scratch) / "logs"

@@ -86,7 +86,7 @@ SIZES = {
         warm_s=2.0,
         windows_s=(3.0, 8.0),
         link_mib=1024,
-        link_slots_mib=(16, 32, 64),
+        link_slots_mib=(16, 32, 64, 128),
         start_limit_s=150.0,
     ),
     "small": Size(
