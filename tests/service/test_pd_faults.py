@@ -202,7 +202,8 @@ async def test_f02_a_prefill_node_that_hangs_is_given_up_for_lack_of_progress_an
         assert answer.tokens == toy_answer(prompt, 8)
         assert answer.arrivals_s[1] - answer.arrivals_s[0] < GIVEN_UP_WITHIN_S
         assert answer.account is not None
-        assert 0 < answer.account.transferred < LENGTH
+        # A process that stops keeps what it has not yet handed to the kernel; what has landed is counted in the tests of a kill.
+        assert answer.account.transferred < LENGTH
         assert answer.account.transferred + answer.account.computed == LENGTH
         (reason,) = (why.partition(":")[0] for why in transfer_ends(d, request_id))
         assert reason in NAMES_OF_A_HANG
