@@ -8,6 +8,8 @@ Must not know: requests, torch, schedulers.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 MASK_WORD_BITS = 32
+MOST_READ = 128
+"""Grammars that have been read and not opened yet; what was read before is forgotten, and read again."""
 
 
 class Grammar:
@@ -46,8 +50,24 @@ class Grammars:
         text = tokenizer_file.read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(text, n_vocab=vocabulary_size, eos_token=list(eos_token_ids))
         self._words = -(-vocabulary_size // MASK_WORD_BITS)
+        self._read: deque[tuple[str, LLMatcher]] = deque(maxlen=MOST_READ)
+        self._lock = threading.Lock()
+
+    def read(self, grammar: str) -> None:
+        """So that the next `open` is quick. On any thread, and others run meanwhile; for some grammars it takes hours."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        with self._lock:
+            self._read.append((grammar, matcher))
 
     def open(self, grammar: str) -> Grammar | None:
         """A new answer's state; None for what is no grammar, or one that the library finds too large."""
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = self._take(grammar) or LLMatcher(self._tokenizer, grammar, log_level=0)
         return None if matcher.is_error() else Grammar(matcher, self._words)
+
+    def _take(self, grammar: str) -> LLMatcher | None:
+        with self._lock:
+            for place, (text, matcher) in enumerate(self._read):
+                if text == grammar:
+                    del self._read[place]
+                    return matcher
+        return None

@@ -46,12 +46,18 @@ class Engine:
         self, config: EngineConfig, runner: Runner, owner_words: UInt64, grammars: Grammars | None = None
     ) -> None:
         self.scheduler = Scheduler(config, owner_words, grammars)
+        self._grammars = grammars
         self._runner = runner
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 1 if config.overlap else 0
         self._step_tokens = 0
         self._advanced = False
         self._speed = PromptSpeed()
+
+    def read_grammar(self, grammar: str) -> None:
+        """Before its Submit is taken, on any thread but the engine's, which it would hold up."""
+        if self._grammars is not None:
+            self._grammars.read(grammar)
 
     def take(self, command: Command) -> None:
         self.scheduler.take(command)

@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from engine.loop import Engine, EngineThread
-from engine.port import Command, EngineEvent, EngineStatus, RequestFailed, Submit
+from engine.port import Command, EngineEvent, EngineStatus, RequestFailed, RequestKey, Submit
+from node.grammar_reading import GrammarReading
 
 STOP_WITHIN_S = 5.0
 
@@ -24,6 +25,7 @@ class EngineLink:
         self._loop = loop
         self._thread = EngineThread(engine, self._report)
         self._events_arrived: Callable[[Events], None] | None = None
+        self._grammars = GrammarReading(engine.read_grammar, loop, self._post, self._refuse)
 
     def start(self, events_arrived: Callable[[Events], None]) -> None:
         self._events_arrived = events_arrived
@@ -37,9 +39,16 @@ class EngineLink:
         return self._thread.status
 
     def post(self, command: Command) -> None:
+        if not self._grammars.hold(command):
+            self._post(command)
+
+    def _post(self, command: Command) -> None:
         if not self._thread.post(command) and isinstance(command, Submit):
             reason = "queue_full" if self._thread.status.failed is None else "engine_error"
-            self._loop.call_soon(self._deliver, [RequestFailed(command.key, reason)])
+            self._loop.call_soon(self._refuse, command.key, reason)
+
+    def _refuse(self, key: RequestKey, reason: str) -> None:
+        self._deliver([RequestFailed(key, reason)])
 
     def _report(self, events: Events) -> None:
         """On the engine's thread."""

@@ -99,7 +99,7 @@ _SENTENCES = {
     "prompt_too_long": (RefusalKind.INVALID, "the prompt is longer than the decode node can hold"),
     "invalid_grammar": (
         RefusalKind.INVALID,
-        "the decode node cannot follow this grammar: it names tokens that the model does not have, or is too large",
+        "the decode node cannot follow this grammar: it names tokens that the model does not have, or is too complex",
     ),
     "prompt_logprobs_not_offered": (
         RefusalKind.INVALID,

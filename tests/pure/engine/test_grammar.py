@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -160,3 +161,15 @@ def test_masks_forbid_what_they_do_not_name() -> None:
     apply_masks(logits, TokenMasks(np.array([0, 2], np.int64), words))
     allowed = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits]
     assert allowed == [{0, 2}, set(range(40)), {35}]
+
+
+def test_a_grammar_that_was_read_on_another_thread_is_opened_as_any(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    reader = threading.Thread(target=toy.engine.read_grammar, args=(WORDS,))
+    reader.start()
+    reader.join()
+    for name in ("read", "not read"):
+        toy.submit(name, sampling(WORDS))
+    toy.rest()
+    assert toy.tokens["read"] == toy.tokens["not read"]
+    assert toy.ends["read"] is FinishReason.STOP
