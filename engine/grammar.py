@@ -32,6 +32,12 @@ class Grammar:
         self._matcher = matcher
         self._followed = 0
 
+    @property
+    def lost(self) -> bool:
+        """Whether following it has become too much for the library, which then lets an answer only end, wherever it is."""
+        broken: bool = self._matcher.is_error()
+        return broken
+
     def follow(self, answer: Sequence[int]) -> None:
         """`answer`: all its tokens so far; those that are new are followed."""
         self._matcher.consume_tokens(list(answer[self._followed :]))

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.port import KvComputed, KvLayersComputed, Mode, RequestKey, TokenLogprob, TokenSampled
+from engine.port import (
+    KvComputed,
+    KvLayersComputed,
+    Mode,
+    RequestFailed,
+    RequestKey,
+    TokenLogprob,
+    TokenSampled,
+)
 from engine.request import Request, Stage
 from engine.scheduler.plan import Scheduled
 from engine.scheduler.scoring import take_scores
@@ -74,6 +82,10 @@ def _take_tokens(state: State, scheduled: Scheduled, result: StepResult) -> None
         if request.stage is Stage.CLOSED:
             continue  # cancelled, or ended by the step before
         assert position == len(request.history), f"{request.key}: token for {position} at {len(request.history)}"
+        if request.grammar is not None and request.grammar.lost:
+            state.events.append(RequestFailed(request.key, "invalid_grammar"))
+            close(state, request)
+            continue
         request.history.append(token_id)
         reason = request.rules.reason(position, token_id)
         event = TokenSampled(request.key, position, token_id, reason)

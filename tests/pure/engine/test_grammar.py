@@ -173,3 +173,12 @@ def test_a_grammar_that_was_read_on_another_thread_is_opened_as_any(tmp_path: Pa
     toy.rest()
     assert toy.tokens["read"] == toy.tokens["not read"]
     assert toy.ends["read"] is FinishReason.STOP
+
+
+def test_an_answer_whose_grammar_becomes_too_much_fails_and_does_not_end_as_if_it_were_whole(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    toy.submit("growing", sampling(LLMatcher.grammar_from_lark('start: "a" start')))
+    toy.submit("beside", sampling(WORDS))
+    toy.rest()
+    assert toy.ends["growing"] == "invalid_grammar"
+    assert toy.ends["beside"] is FinishReason.STOP
