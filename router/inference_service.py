@@ -28,7 +28,7 @@ from router.generation import (
     invalid,
 )
 from router.grpc_errors import abort
-from router.intake import Intake
+from router.intake import LONG_TEXT_CHARACTERS, Intake
 from router.request_trace import Caller, Operation
 
 _FINISH = {"stop": types_pb2.FINISH_REASON_STOP, "length": types_pb2.FINISH_REASON_LENGTH}
@@ -78,7 +78,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         wanted_s = request.timeout_ms / 1000 if request.timeout_ms else None
         limits_s = [limit for limit in (wanted_s, remaining_s) if limit is not None]
         timeout_s = max(0.001, min(limits_s)) if limits_s else None
-        return intake.generations([prompt], _wishes(request), choices=choices, timeout_s=timeout_s)
+        # A grammar takes long to check where it is long.
+        is_long = request.ByteSize() >= LONG_TEXT_CHARACTERS
+        wishes = await asyncio.to_thread(_wishes, request) if is_long else _wishes(request)
+        return intake.generations([prompt], wishes, choices=choices, timeout_s=timeout_s)
 
     async def _prompt(self, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
         match request.WhichOneof("input"):

@@ -21,7 +21,7 @@ from aiohttp import HttpVersion11, web
 from foundation.log import get_logger
 from router.answer import WRITE_GRACE_S, AnswerStream, Piece, pieces_of
 from router.dispatch import Dispatcher
-from router.generation import MOST_CHOICES, Generation, Refusal, invalid
+from router.generation import MOST_CHOICES, Generation, Refusal, SamplingWishes, invalid
 from router.intake import LONG_TEXT_CHARACTERS, Intake
 from router.openai.answers import (
     DONE,
@@ -81,7 +81,7 @@ class Endpoints:
         prompts += [intake.prompt_from_tokens("prompt", cut(prompt)) for prompt in found if not isinstance(prompt, str)]
         generations = intake.generations(
             prompts,
-            body.wishes(),
+            await _wishes(body, request),
             choices=choices,
             default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
             correlation_id=correlation_id(request),
@@ -103,7 +103,7 @@ class Endpoints:
         intake = self._intake
         body = await _read(ChatBody, request)
         intake.check_model(body.model)
-        wishes = body.wishes()
+        wishes = await _wishes(body, request)
         prompt = await intake.prompt_from_chat(
             [message.for_template(f"messages[{index}]") for index, message in enumerate(body.messages)],
             body.template_variables(),
@@ -207,6 +207,12 @@ async def _read(kind: type[BodyT], request: web.Request) -> BodyT:
     """Raises RequestRefused."""
     raw = await request.read()
     return await asyncio.to_thread(read_body, kind, raw) if len(raw) >= LONG_TEXT_CHARACTERS else read_body(kind, raw)
+
+
+async def _wishes(body: CompletionBody | ChatBody, request: web.Request) -> SamplingWishes:
+    """Raises RequestRefused. A grammar takes long to check where it is long."""
+    is_long = len(await request.read()) >= LONG_TEXT_CHARACTERS
+    return await asyncio.to_thread(body.wishes) if is_long else body.wishes()
 
 
 async def _at_leisure(raw: bytes, answer: Callable[[bytes], dict[str, Any]]) -> web.Response:

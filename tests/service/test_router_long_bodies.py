@@ -13,6 +13,8 @@ from router_fake_node import FakeNode
 from router_model_folder import CONTEXT_LIMIT, write_model_folder
 from router_under_test import RouterUnderTest, router_with
 
+from decant.client import AsyncClient
+from router import grammar
 from router.intake import LONG_TEXT_CHARACTERS
 from router.openai import endpoints
 from router.openai.answers import MANY_TOKENS
@@ -73,6 +75,25 @@ async def test_what_is_long_is_read_tokenized_and_written_in_a_thread(
     is_long = len(json.dumps(body)) >= LONG_TEXT_CHARACTERS
     assert len(threads) >= 2
     assert {thread is threading.main_thread() for thread in threads} == {not is_long}
+
+
+@pytest.mark.parametrize("regex", ["a", LONG], ids=["short", "long"])
+async def test_a_long_grammar_is_checked_in_a_thread(
+    served: RouterUnderTest, monkeypatch: pytest.MonkeyPatch, regex: str
+) -> None:
+    threads: list[threading.Thread] = []
+    checked = grammar.checked
+
+    def noted(parameter: str, written: str) -> str:
+        threads.append(threading.current_thread())
+        return checked(parameter, written)
+
+    monkeypatch.setattr(grammar, "checked", noted)
+    status, found = await served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "guided_regex": regex})
+    assert status == 200, found
+    async with AsyncClient(served.grpc_address) as client:
+        await client.complete("a", max_tokens=1, regex=regex)
+    assert [thread is not threading.main_thread() for thread in threads] == [regex == LONG] * 2
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
