@@ -25,7 +25,7 @@ class StandIn:
     def use_in_this_thread(self) -> None:
         pass
 
-    def allocate(self, size: int) -> np.ndarray:
+    def allocate(self, size: int, *, mapped_by_peers: bool = True) -> np.ndarray:
         return np.zeros(size, np.uint8)
 
     def handles(self) -> tuple[bytes, ...]:
