@@ -11,12 +11,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import llguidance.numpy
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
+
+from engine.grammar_trial import GrammarTrial
 
 MASK_WORD_BITS = 32
 MOST_READ = 128
@@ -53,17 +56,26 @@ class Grammars:
 
     def __init__(self, tokenizer_file: Path, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
         """`eos_token_ids`: not empty, for they are all that may follow a complete answer."""
+        self._new_trial = partial(GrammarTrial, tokenizer_file, vocabulary_size, eos_token_ids)
+        self._of_thread = threading.local()
         text = tokenizer_file.read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(text, n_vocab=vocabulary_size, eos_token=list(eos_token_ids))
         self._words = -(-vocabulary_size // MASK_WORD_BITS)
         self._read: deque[tuple[str, LLMatcher]] = deque(maxlen=MOST_READ)
         self._lock = threading.Lock()
 
-    def read(self, grammar: str) -> None:
-        """So that the next `open` is quick. On any thread, and others run meanwhile; for some grammars it takes hours."""
+    def read(self, grammar: str) -> bool:
+        """So that the next `open` is quick; False where it cannot be read in time (`grammar_trial`). On any thread but the
+        engine's, and others run meanwhile. Raises RuntimeError where nothing can be tried."""
+        trial: GrammarTrial | None = getattr(self._of_thread, "trial", None)
+        if trial is None:
+            trial = self._of_thread.trial = self._new_trial()
+        if not trial.reads(grammar):
+            return False
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         with self._lock:
             self._read.append((grammar, matcher))
+        return True
 
     def open(self, grammar: str) -> Grammar | None:
         """A new answer's state; None for what is no grammar, or one that the library finds too large."""

@@ -54,10 +54,9 @@ class Engine:
         self._advanced = False
         self._speed = PromptSpeed()
 
-    def read_grammar(self, grammar: str) -> None:
-        """Before its Submit is taken, on any thread but the engine's, which it would hold up."""
-        if self._grammars is not None:
-            self._grammars.read(grammar)
+    def read_grammar(self, grammar: str) -> bool:
+        """Before its Submit is taken, on any thread but the engine's, which it would hold up. See `Grammars.read`."""
+        return self._grammars is None or self._grammars.read(grammar)
 
     def take(self, command: Command) -> None:
         self.scheduler.take(command)

@@ -1,4 +1,4 @@
-"""What waits for its grammar, what does not, and what becomes of a grammar that takes for ever."""
+"""What waits for its grammar, what does not, and what becomes of a grammar that cannot be read."""
 
 from __future__ import annotations
 
@@ -11,41 +11,36 @@ import pytest
 from engine.port import Cancel, Command, RequestKey, SamplingParameters, Submit
 from node.grammar_reading import MOST_READERS, GrammarReading
 
-ENDLESS = "endless"
+ENDLESS, SLOW, UNTRIED = "endless", "slow", "untried"
 LIMIT_S = 10.0
 
 
 class Desk:
-    """`read` takes for ever for what begins with ENDLESS, until the test is over."""
+    """ENDLESS cannot be read; SLOW is read when the test is over; UNTRIED cannot be tried."""
 
-    def __init__(self, read_within_s: float) -> None:
+    def __init__(self, begun_within_s: float) -> None:
         self.over = threading.Event()
+        self.slow = threading.Semaphore(0)
+        self.tried: list[str] = []
         self.posted: list[Command] = []
         self.refused: dict[str, str] = {}
         loop = asyncio.get_running_loop()
-        self.reading = GrammarReading(self._read, loop, self._post, self._refuse, read_within_s)
+        self.reading = GrammarReading(self._read, loop, self._post, self._refuse, begun_within_s)
 
-    def _read(self, grammar: str) -> None:
-        if grammar.startswith(ENDLESS):
+    def _read(self, grammar: str) -> bool:
+        self.tried.append(grammar)
+        if grammar == SLOW:
+            self.slow.release()
             self.over.wait()
+        if grammar == UNTRIED:
+            raise RuntimeError("no process")
+        return grammar != ENDLESS
 
     def _post(self, command: Command) -> None:
         self.posted.append(command)
 
     def _refuse(self, key: RequestKey, reason: str) -> None:
         self.refused[key] = reason
-
-    async def is_stuck(self, key: str) -> None:
-        assert self.reading.hold(submit(key, ENDLESS + key))
-        async with asyncio.timeout(LIMIT_S):
-            while not self.reading._waiting[RequestKey(key)].begun:
-                await asyncio.sleep(0.001)
-
-    async def time_is_over(self, key: str) -> None:
-        self.reading._read_within_s = 0.0
-        self.reading._begun(RequestKey(key))
-        self.reading._read_within_s = LIMIT_S
-        await self.until_refused(key)
 
     async def until_posted(self, count: int) -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -82,28 +77,42 @@ async def test_a_request_waits_for_its_grammar_and_its_commands_stay_in_order(de
     assert not desk.reading.hold(Cancel(RequestKey("a"))), "it waits no more"
 
 
-async def test_f28_a_grammar_that_takes_for_ever_is_refused_and_others_are_read(desks: list[Desk]) -> None:
+async def test_f28_a_grammar_that_takes_for_ever_is_refused_once_for_all_and_others_are_read(desks: list[Desk]) -> None:
     desk = Desk(LIMIT_S)
     desks.append(desk)
-    await desk.is_stuck("a")
-    await desk.time_is_over("a")
-    assert desk.reading.hold(submit("b", ENDLESS + "a")), "and not begun to be read once more"
+    assert desk.reading.hold(submit("a", ENDLESS))
+    await desk.until_refused("a")
+    assert desk.reading.hold(submit("b", ENDLESS))
     await desk.until_refused("b")
     assert desk.refused == {"a": "invalid_grammar", "b": "invalid_grammar"}
-    assert desk.reading._readers == 1
+    assert desk.tried == [ENDLESS]
     fine = submit("c", "short")
     assert desk.reading.hold(fine)
     await desk.until_posted(1)
     assert desk.posted == [fine]
 
 
-async def test_f28_while_no_reader_is_left_grammars_are_overload_and_all_else_passes(desks: list[Desk]) -> None:
+async def test_f28_while_no_reader_is_free_grammars_are_overload_and_all_else_passes(desks: list[Desk]) -> None:
     desk = Desk(LIMIT_S)
     desks.append(desk)
     for number in range(MOST_READERS):
-        await desk.is_stuck(f"{number}")
-    desk.reading._read_within_s = 0.01
+        assert desk.reading.hold(submit(f"{number}", SLOW))
+        assert await asyncio.to_thread(desk.slow.acquire, timeout=LIMIT_S)
+    desk.reading._begun_within_s = 0.01
     assert desk.reading.hold(submit("next", "short"))
     assert not desk.reading.hold(submit("free"))
     await desk.until_refused("next")
     assert desk.refused == {"next": "overloaded"}
+    desk.over.set()
+    await desk.until_posted(MOST_READERS)
+    assert "short" not in desk.tried, "nobody waits for it any more"
+
+
+async def test_a_grammar_that_cannot_be_tried_is_overload_and_may_be_asked_again(desks: list[Desk]) -> None:
+    desk = Desk(LIMIT_S)
+    desks.append(desk)
+    for key in ("a", "b"):
+        assert desk.reading.hold(submit(key, UNTRIED))
+        await desk.until_refused(key)
+    assert desk.refused == {"a": "overloaded", "b": "overloaded"}
+    assert desk.tried == [UNTRIED, UNTRIED]
