@@ -1,14 +1,16 @@
 """Whether a grammar can be read, found out in a process that can be killed: for some, of a few words, the library needs hours or
 all memory, and a thread that reads one cannot be stopped.
 
-`python -m engine.grammar_trial TOKENIZER_FILE VOCABULARY_SIZE EOS_TOKEN_ID ...` says on its output when it is ready, then once
-for each line of its input (a grammar as JSON) that it has read it. It ends with its input, or with the thread that began it.
+`python grammar_trial.py TOKENIZER_FILE VOCABULARY_SIZE EOS_TOKEN_ID ...` says on its output when it is ready, then once
+for each line of its input (a grammar as JSON) that it has read it. It ends with its input, or with the thread that began it;
+it ignores SIGINT and SIGTERM, as its node may have answers to finish.
 
 Must not know: requests, engines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -28,6 +30,7 @@ READY_WITHIN_S = 60.0
 MOST_BYTES = 4 << 30
 """Of addresses: what a trial may take, its tokenizer included."""
 NICENESS = 10
+FIRST_TO_END = "1000"
 _PR_SET_PDEATHSIG = 1
 SAID = b"."
 
@@ -38,13 +41,14 @@ class GrammarTrial:
 
     def __init__(self, tokenizer_file: Path, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
         names = [str(tokenizer_file), str(vocabulary_size), *map(str, eos_token_ids)]
-        self._command = [sys.executable, "-m", "engine.grammar_trial", *names]
+        self._command = [sys.executable, "-P", __file__, *names]  # -P: no modules of wherever the node was begun
         self._process: subprocess.Popen[bytes] | None = None
 
     def reads(self, grammar: str, within_s: float = READ_WITHIN_S) -> bool:
         """Raises RuntimeError where no such process can be begun."""
         process = self._process
         if process is None or process.poll() is not None:  # never begun, or ended between two grammars
+            self.close()
             process = self._begin()
         assert process.stdin is not None
         try:
@@ -77,12 +81,17 @@ class GrammarTrial:
 
 def _heard(process: subprocess.Popen[bytes], within_s: float) -> bool:
     assert process.stdout is not None
-    readable, _, _ = select.select([process.stdout], [], [], within_s)
-    return bool(readable) and os.read(process.stdout.fileno(), len(SAID)) == SAID
+    answer = select.poll()  # which knows every descriptor of a node that has thousands
+    answer.register(process.stdout, select.POLLIN)
+    return bool(answer.poll(within_s * 1000)) and os.read(process.stdout.fileno(), len(SAID)) == SAID
 
 
 def main(arguments: Sequence[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # who is busy for hours does not look at its input
+    for ending in (signal.SIGINT, signal.SIGTERM):  # sent to the whole terminal, or the whole container
+        signal.signal(ending, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # then the kernel chooses for itself whom to end where memory runs out
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_END)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     os.nice(NICENESS)
     said = os.dup(sys.stdout.fileno())

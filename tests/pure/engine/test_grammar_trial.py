@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,44 @@ def test_a_process_that_has_died_is_begun_anew(trial: GrammarTrial) -> None:
     assert trial._process is not None
     os.kill(trial._process.pid, signal.SIGKILL)
     trial._process.wait()
+    assert trial.reads(FINE)
+
+
+def test_what_ends_a_node_and_all_around_it_leaves_a_trial_to_its_node(trial: GrammarTrial) -> None:
+    """Ctrl-C in a terminal, or a service's stop: the node may have answers to finish, and ends its trials itself."""
+    assert trial.reads(FINE)
+    assert trial._process is not None
+    pid = trial._process.pid
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, ending)
+    assert trial.reads(FINE)
+    assert trial._process.pid == pid
+
+
+def test_f28_where_memory_runs_out_a_trial_ends_and_not_its_node(trial: GrammarTrial) -> None:
+    assert trial.reads(FINE)
+    assert trial._process is not None
+    assert Path(f"/proc/{trial._process.pid}/oom_score_adj").read_text() == "1000\n"
+
+
+def test_a_node_with_more_descriptors_than_select_knows_tries_grammars(trial: GrammarTrial) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    with ExitStack() as after:
+        after.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        descriptor = 0
+        while descriptor < 1024:
+            descriptor = os.open(os.devnull, os.O_RDONLY)
+            after.callback(os.close, descriptor)
+        assert trial.reads(FINE)
+
+
+def test_modules_in_the_folder_where_a_node_was_begun_are_not_the_trial_s(
+    trial: GrammarTrial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("engine", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
     assert trial.reads(FINE)
 
 
