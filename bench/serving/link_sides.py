@@ -78,10 +78,10 @@ class Side:
         self.plan, self.pipe = plan, pipe
         pool = _new_pool(plan, device)
         self.pools = {"": pool}
+        """By what a transfer over them is called."""
         if plan.on_gpus:
             self.pools[" without digests"] = plain = _noting(pool.pool, digests=False)
             plain.device = pool.device  # whose memory peers map
-        """By what a transfer over them is called."""
         self.transport = UcxTransport(pool.device) if plan.on_gpus else UcxTransport()
         runs = {size: IN_FLIGHT * slot_stride(size) for size in plan.slot_bytes}
         # Before a peer is met: it maps what is allocated by then.

@@ -59,8 +59,17 @@ class ForkedDecant:
         self.send_signal(signal.SIGKILL)
 
 
+def _end_with_the_tests() -> None:
+    """Also where they were killed."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
     assert "ucxx" not in sys.modules
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
