@@ -70,7 +70,9 @@ class Landings:
         share = left_bytes // slot_bytes // SHARE
         slots = min(max(ARENA_SLOTS_AT_LEAST, share), ARENA_SLOTS_AT_MOST)
         arena = self._staging.draw_arena(slots, slot_bytes, session)
-        arena = arena or self._staging.draw_arena(ARENA_SLOTS_AT_LEAST, slot_bytes, session)
+        while arena is None and slots > ARENA_SLOTS_AT_LEAST:  # what is left may lie in pieces
+            slots = max(ARENA_SLOTS_AT_LEAST, slots // 2)
+            arena = self._staging.draw_arena(slots, slot_bytes, session)
         if arena is None:
             self._emit(LaneFailed(peer, session, "staging_exhausted"))
             return
