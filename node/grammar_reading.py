@@ -1,7 +1,8 @@
 """Grammars are read beside the engine's thread, and only for so long: for some, of a few words, the library needs hours.
 
-A Submit with a grammar waits here until that has been read, and so does every later command of its request; all others pass. What
-cannot be read in time is refused as invalid. Readers are few: what none of them has begun in time is refused as overload.
+A Submit with a grammar waits here until that has been read, and so does every later command of its request; all others pass. A
+fork waits for the request whose KV it shares, too. What cannot be read in time is refused as invalid. Readers are few: what none
+of them has begun in time is refused as overload.
 
 Must not know: what a grammar says, how it is read in time, roles.
 """
@@ -31,7 +32,10 @@ log = get_logger()
 class _Waiting:
     grammar: str
     commands: list[Command]
+    source: RequestKey | None
+    """Which waits too, and is posted first: a fork that comes before it finds no KV to share."""
     limit: asyncio.TimerHandle
+    is_read: bool = False
 
 
 class GrammarReading:
@@ -71,6 +75,7 @@ class GrammarReading:
         self._waiting[command.key] = _Waiting(
             grammar,
             [command],
+            command.fork_of if command.fork_of in self._waiting else None,
             self._loop.call_later(self._begun_within_s, self._refuse_waiting, command.key, OVERLOADED),
         )
         self._wanted.put((command.key, grammar))
@@ -103,9 +108,19 @@ class GrammarReading:
     def _done(self, key: RequestKey, reason: str) -> None:
         if reason:
             self._refuse_waiting(key, reason)
-        elif (waiting := self._waiting.pop(key, None)) is not None:
-            for command in waiting.commands:
-                self._post(command)
+        elif (waiting := self._waiting.get(key)) is not None:
+            waiting.is_read = True
+            if waiting.source not in self._waiting:
+                self._post_waiting(key)
+
+    def _post_waiting(self, key: RequestKey) -> None:
+        for command in self._waiting.pop(key).commands:
+            self._post(command)
+        self._post_forks(key)
+
+    def _post_forks(self, source: RequestKey) -> None:
+        for key in [key for key, waiting in self._waiting.items() if waiting.source == source and waiting.is_read]:
+            self._post_waiting(key)
 
     def _refuse_waiting(self, key: RequestKey, reason: str) -> None:
         if (waiting := self._waiting.pop(key, None)) is not None:
@@ -114,3 +129,4 @@ class GrammarReading:
             if reason == INVALID:
                 self._refused.append(waiting.grammar)
             self._refuse(key, reason)
+            self._post_forks(key)

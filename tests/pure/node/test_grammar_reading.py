@@ -61,8 +61,9 @@ def desks() -> Iterator[list[Desk]]:
         desk.over.set()
 
 
-def submit(key: str, grammar: str = "") -> Submit:
-    return Submit(RequestKey(key), (1,), SamplingParameters(seed=1, max_tokens=1, grammar=grammar))
+def submit(key: str, grammar: str = "", fork_of: str | None = None) -> Submit:
+    source = None if fork_of is None else RequestKey(fork_of)
+    return Submit(RequestKey(key), (1,), SamplingParameters(seed=1, max_tokens=1, grammar=grammar), fork_of=source)
 
 
 async def test_a_request_waits_for_its_grammar_and_its_commands_stay_in_order(desks: list[Desk]) -> None:
@@ -116,3 +117,31 @@ async def test_a_grammar_that_cannot_be_tried_is_overload_and_may_be_asked_again
         await desk.until_refused(key)
     assert desk.refused == {"a": "overloaded", "b": "overloaded"}
     assert desk.tried == [UNTRIED, UNTRIED]
+
+
+async def test_a_fork_whose_grammar_is_read_first_is_posted_behind_the_request_whose_kv_it_shares(
+    desks: list[Desk],
+) -> None:
+    desk = Desk(LIMIT_S)
+    desks.append(desk)
+    commands: list[Command] = [submit("a", SLOW), submit("b", "short", fork_of="a"), Cancel(RequestKey("b"))]
+    assert [desk.reading.hold(command) for command in commands[:2]] == [True, True]
+    async with asyncio.timeout(LIMIT_S):
+        while not desk.reading._waiting[RequestKey("b")].is_read:
+            await asyncio.sleep(0.001)
+    assert desk.posted == []
+    assert desk.reading.hold(commands[2])
+    desk.over.set()
+    await desk.until_posted(3)
+    assert desk.posted == commands
+
+
+async def test_a_fork_is_posted_where_the_request_whose_kv_it_would_share_is_refused(desks: list[Desk]) -> None:
+    desk = Desk(LIMIT_S)
+    desks.append(desk)
+    fork = submit("b", "short", fork_of="a")
+    assert desk.reading.hold(submit("a", UNTRIED))
+    assert desk.reading.hold(fork)
+    await desk.until_refused("a")
+    await desk.until_posted(1)
+    assert desk.posted == [fork]
