@@ -92,7 +92,9 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(ending, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # then the kernel chooses for itself whom to end where memory runs out
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_END)
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    _, allowed = resource.getrlimit(resource.RLIMIT_AS)
+    most = MOST_BYTES if allowed == resource.RLIM_INFINITY else min(MOST_BYTES, allowed)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     os.nice(NICENESS)
     said = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else is said here

@@ -31,6 +31,15 @@ trial.reads(sys.argv[5], 600.0)
 """
 
 
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from engine.grammar_trial import MOST_BYTES, GrammarTrial
+resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES - 1, MOST_BYTES - 1))
+assert GrammarTrial(Path(sys.argv[1]), int(sys.argv[2]), [int(sys.argv[3])]).reads(sys.argv[4])
+"""
+
+
 def soon(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10.0
     while not condition():
@@ -91,6 +100,11 @@ def test_f28_where_memory_runs_out_a_trial_ends_and_not_its_node(trial: GrammarT
     assert trial.reads(FINE)
     assert trial._process is not None
     assert Path(f"/proc/{trial._process.pid}/oom_score_adj").read_text() == "1000\n"
+
+
+def test_where_a_node_may_take_less_memory_than_a_trial_that_is_the_trial_s_limit(tokenizer_file: Path) -> None:
+    arguments = [str(tokenizer_file), str(TOY_VOCABULARY_SIZE), "0", FINE]
+    subprocess.run([sys.executable, "-c", LIMITED, *arguments], check=True)
 
 
 def test_a_node_with_more_descriptors_than_select_knows_tries_grammars(trial: GrammarTrial) -> None:
