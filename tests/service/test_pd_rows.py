@@ -109,7 +109,7 @@ async def test_f31_log_and_metric_name_why_a_transfer_failed(nodes: Nodes, cause
     await all_blocks_are_back(nodes.started["d"], BLOCKS)
 
 
-async def test_f30_thousands_of_short_requests_leave_memory_flat_and_every_table_empty(nodes: Nodes) -> None:
+async def test_f30_hundreds_of_short_requests_leave_memory_flat_and_every_table_empty(nodes: Nodes) -> None:
     async with nodes.pair("d", "p") as pair:
         observed = [nodes.started[name] for name in ("d", "p")]
         turns = asyncio.Semaphore(AT_ONCE)
