@@ -39,8 +39,8 @@ class _Waiting:
 
 
 class GrammarReading:
-    """On the asyncio thread. `read` is called on others and says whether that was possible, or raises RuntimeError where it could
-    not be tried; `post` is called with commands that have waited, `refuse` with a reason."""
+    """On the asyncio thread. `read` is called on others and says whether that was possible, or raises where it could not be
+    tried; `post` is called with commands that have waited, `refuse` with a reason."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class GrammarReading:
         """Empty where it is not."""
         try:
             return "" if self._read(grammar) else INVALID
-        except RuntimeError as error:
-            log.error("grammar not read", because=str(error))
+        except Exception as error:  # whatever it is, the thread goes on to serve others
+            log.error("grammar not read", because=str(error), exc_info=error)
             return OVERLOADED
 
     def _begun(self, key: RequestKey) -> None:

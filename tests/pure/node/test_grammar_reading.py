@@ -22,6 +22,7 @@ class Desk:
         self.over = threading.Event()
         self.slow = threading.Semaphore(0)
         self.tried: list[str] = []
+        self.untried: Exception = RuntimeError("no process")
         self.posted: list[Command] = []
         self.refused: dict[str, str] = {}
         loop = asyncio.get_running_loop()
@@ -33,7 +34,7 @@ class Desk:
             self.slow.release()
             self.over.wait()
         if grammar == UNTRIED:
-            raise RuntimeError("no process")
+            raise self.untried
         return grammar != ENDLESS
 
     def _post(self, command: Command) -> None:
@@ -109,9 +110,13 @@ async def test_f28_while_no_reader_is_free_grammars_are_overload_and_all_else_pa
     assert "short" not in desk.tried, "nobody waits for it any more"
 
 
-async def test_a_grammar_that_cannot_be_tried_is_overload_and_may_be_asked_again(desks: list[Desk]) -> None:
+@pytest.mark.parametrize("why", [RuntimeError("no process"), ValueError("a bug")], ids=repr)
+async def test_a_grammar_that_cannot_be_tried_is_overload_and_may_be_asked_again(
+    desks: list[Desk], why: Exception
+) -> None:
     desk = Desk(LIMIT_S)
     desks.append(desk)
+    desk.untried = why
     for key in ("a", "b"):
         assert desk.reading.hold(submit(key, UNTRIED))
         await desk.until_refused(key)
