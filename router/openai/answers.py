@@ -264,7 +264,7 @@ class Answer:
             choice.tokens.extend(piece.tokens)
 
     def response(self, lasts: Sequence[Piece]) -> dict[str, Any]:
-        """For `written`: choices are made as they are asked for. `lasts`: the last piece of each of them."""
+        """For `writing`: choices are made as they are asked for. `lasts`: the last piece of each of them."""
         return {
             **self._envelope.as_json(self._form.object),
             "choices": map(self._whole_choice, self._choices, lasts),

@@ -44,7 +44,7 @@ from router.openai.errors import error_event, error_response
 from router.openai.event_writer import push_rest
 from router.openai.prompt_logprobs import beside_choice, echoed
 from router.openai.reading import BodyT, read_body
-from router.openai.writing import written
+from router.openai.writing import written, written_in_slices
 from router.request_trace import Caller, Operation
 from router.tool_calls import FORCED_PARSERS, PARSERS
 from router.wording import INTERNAL_ERROR
@@ -241,10 +241,11 @@ async def _whole(answer: Answer, streams: Sequence[AnswerStream]) -> web.Respons
             if piece.last:
                 lasts[index] = piece
 
-    def write() -> bytes:
-        return written(answer.response([lasts[index] for index in range(len(streams))]))
+    def write(encode: Callable[[Any], bytes]) -> bytes:
+        return encode(answer.response([lasts[index] for index in range(len(streams))]))
 
-    body = await asyncio.to_thread(write) if answer.takes_long else write()  # other requests' tokens would wait
+    # Other requests' tokens would wait for a long one.
+    body = await asyncio.to_thread(write, written_in_slices) if answer.takes_long else write(written)
     return web.Response(body=body, content_type="application/json")
 
 

@@ -1,7 +1,7 @@
-"""A whole response as JSON, for a thread beside the event loop.
+"""A whole response as JSON: a short one at once, a long one for a thread beside the event loop.
 
-The library writes a value without letting go of the interpreter, which with log probabilities is megabytes. So long lists are
-given to it in slices, and other threads get their turn in between.
+The library writes a value without letting go of the interpreter, which with log probabilities is megabytes. So there long lists
+are given to it in slices, and other threads get their turn in between.
 
 Must not know: what stands in a response.
 """
@@ -17,7 +17,12 @@ SLICE_ITEMS = 64
 
 
 def written(value: Any) -> bytes:
-    """What `json.dumps` gives, for values in which names are strings, and of which an iterator may stand for a list."""
+    """What `json.dumps` gives; an iterator may stand for a list."""
+    return json.dumps(value, default=list).encode()
+
+
+def written_in_slices(value: Any) -> bytes:
+    """The same, for values in which names are strings."""
     return "".join(_parts(value)).encode()
 
 

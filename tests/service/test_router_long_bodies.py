@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -16,10 +16,9 @@ from router_under_test import RouterUnderTest, router_with
 from decant.client import AsyncClient
 from router import grammar
 from router.intake import LONG_TEXT_CHARACTERS
-from router.openai import endpoints
+from router.openai import endpoints, writing
 from router.openai.answers import MANY_TOKENS
 from router.openai.reading import read_body
-from router.openai.writing import written
 from router.tokenizer import ModelText
 
 pytestmark = [pytest.mark.sockets, pytest.mark.asyncio(loop_scope="module")]
@@ -103,11 +102,15 @@ async def test_an_answer_that_says_something_of_very_many_tokens_is_written_in_a
 ) -> None:
     threads: list[threading.Thread] = []
 
-    def noted(response: Any) -> bytes:
-        threads.append(threading.current_thread())
-        return written(response)
+    def noting(encode: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+        def noted(response: Any) -> bytes:
+            threads.append(threading.current_thread())
+            return encode(response)
 
-    monkeypatch.setattr(endpoints, "written", noted)
+        return noted
+
+    for name in ("written", "written_in_slices"):
+        monkeypatch.setattr(endpoints, name, noting(getattr(writing, name)))
     body = {"prompt": "a", "max_tokens": tokens, "logprobs": logprobs, "ignore_eos": True}
     status, found = await served.post("/v1/completions", body)
     assert (status, found["usage"]["completion_tokens"]) == (200, tokens)
