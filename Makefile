@@ -220,7 +220,9 @@ $(VENV)/bin/python:
 		|| { echo "missing: the venv module of $(PYTHON) (apt-get install python3-venv)" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
+# Nodes compile what drives UCX, and attention on CPUs, when they first start.
 $(VENV)/runtime.stamp: requirements.lock pyproject.toml deploy/install_torch.sh | $(VENV)/bin/python
+	@command -v $${CC:-cc} gcc clang >/dev/null || { echo "missing: a C compiler (apt-get install gcc libc6-dev)" >&2; exit 2; }
 	@echo "installing Decant's dependencies into $(VENV) (about 1.6 GB with a CPU build of torch)"
 	@$(PIP) --requirement requirements.lock
 	@deploy/install_torch.sh $(BIN)/python $(TORCH) $(TORCH_VERSION) $(TORCH_INDEX)

@@ -21,12 +21,12 @@ from decant.gpus import gpus_here
 from decant.local_cluster import TOY_MODEL, LocalCluster, Request, read_request
 from decant.processes import require_node_ports, require_router_ports
 from foundation.api_keys import api_key_of
-from foundation.errors import ConfigurationError, StartError
+from foundation.errors import ConfigurationError, SetupError, StartError
 from foundation.model_folder import resolve_model_folder
 from node.options import NodeOptions
 
 MIB, GIB = 2**20, 2**30
-LIBRARIES = ("torch", "transformers", "ucxx-cu13", "libucx-cu13", "grpcio", "protobuf", "aiohttp", "redis", "structlog")
+LIBRARIES = ("torch", "transformers", "libucx-cu13", "grpcio", "protobuf", "aiohttp", "redis", "structlog")
 GPU_LANE_SETTINGS = ("UCX_TLS", "UCX_RNDV_SCHEME", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY")
 FILES_WANTED = 4096
 PROCESS_BYTES = 700 * MIB
@@ -114,16 +114,14 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _lanes() -> Iterator[Finding]:
     """What UCX could use here. Which lane a pair takes, and how fast it is, is measured when they pair."""
+    from kv_transfer.transport.base import TransportError
+
     try:
-        import libucx
+        from kv_transfer.transport.ucx_worker import transports_described, ucx_version
 
-        libucx.load_library()
-        from ucxx._lib import libucxx
-
-        transports = transports_of(libucxx.UCXContext({}).info)
-        version = ".".join(map(str, libucxx.get_ucx_version()))
-    except (ImportError, OSError, RuntimeError) as error:
-        yield Finding(Grade.FAILS, "ucx", f"cannot be loaded: {error}")
+        transports, version = transports_of(transports_described()), ucx_version()
+    except (ImportError, TransportError, SetupError) as error:
+        yield Finding(Grade.FAILS, "ucx", f"cannot be used: {error}")
         return
     yield Finding(Grade.OK, "ucx", f"UCX {version}; transports here: {', '.join(sorted(transports)) or 'none'}")
     yield lane_finding(transports)

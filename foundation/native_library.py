@@ -13,6 +13,9 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from foundation.errors import SetupError
 
 COMPILE_LIMIT_S = 60.0
 
@@ -29,6 +32,27 @@ def native_library(
         return ctypes.CDLL(str(_compiled(compiler, source, (*flags, *libraries))), mode=mode)
     except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: this user has no home
         return None
+
+
+class NativeCalls(NamedTuple):
+    """One library twice: `slow` for calls that may wait; `quick` for calls of a microsecond, which keep the interpreter: giving it
+    up and getting it back is what would cost."""
+
+    slow: ctypes.CDLL
+    quick: ctypes.PyDLL
+
+
+def native_calls(
+    source: Path, purpose: str, flags: Sequence[str] = (), libraries: Sequence[str] = ("-lpthread",)
+) -> NativeCalls:
+    """As `native_library`, of what cannot be done without. Raises SetupError, which names the `purpose`."""
+    slow = native_library(source, flags, libraries)
+    if slow is None:
+        raise SetupError(
+            f"{purpose} need a C compiler (cc, gcc or clang; Debian's packages gcc and libc6-dev), and a cache folder from which "
+            "its work may be run (DECANT_CACHE)"
+        )
+    return NativeCalls(slow, ctypes.PyDLL(slow._name, handle=slow._handle))
 
 
 def _compiled(compiler: str, source: Path, options: tuple[str, ...]) -> Path:

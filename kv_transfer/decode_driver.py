@@ -40,7 +40,7 @@ from kv_transfer.protocol.deadlines import decode_waits
 from kv_transfer.protocol.decode_side import handle
 from kv_transfer.protocol.decode_turn import DecodeSide
 from kv_transfer.pump import Pump
-from kv_transfer.staging import AnyPool, Copier, DigestMismatch, Scatter, Scattered, digest_kind, slot_memory
+from kv_transfer.staging import AnyPool, DigestMismatch, Scatter, Scattered, copier_of, digest_kind, slot_memory
 from kv_transfer.transfer_blocks import NO_BLOCKS, TransferBlocks
 from kv_transfer.transport.base import (
     Landed,
@@ -98,7 +98,7 @@ class DecodeDriver:
         self._observer = observer
         self._faults = faults or Faults()
         self._loop = asyncio.get_running_loop()
-        self._copier = Copier(pool)
+        self._copier = copier_of(pool)
         self._inbound: dict[TransferId, _Inbound] = {}
         self._side = DecodeSide(local_node(identity, pool.layout, limits, "", digest_kind(pool)))
         self._clockwork = Clockwork(limits, progress, decode_waits)

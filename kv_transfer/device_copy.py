@@ -20,6 +20,7 @@ Must not know: models, engines, sessions, the protocol's states.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,9 +30,11 @@ import triton.language as tl
 
 from foundation.kv_layout import KvLayout
 from kv_transfer.device_digest import FIRST_MULTIPLIER, GOLDEN, SECOND_MULTIPLIER
+from kv_transfer.device_launches import Launch
+from kv_transfer.device_places import WORD_BYTES, ParcelPlace
 from kv_transfer.plan.parcels import ParcelName
+from kv_transfer.triton_launch import TritonLaunch, triton_launch
 
-WORD_BYTES = 8
 ALIGNED_BYTES = 16
 """What a thread loads at once."""
 TILE_WORDS = 4096
@@ -192,30 +195,17 @@ def _copy(
                 tl.store(outcome + 1, tl.load(trailer))
 
 
-@dataclass(frozen=True, slots=True)
-class ParcelPlace:
-    """Addresses of what one copy reads and writes: `message` (payload and trailer), `blocks` (int32, those that cover the
-    parcel's positions), `expected` (int64, their owner words), `seed` (int64), `outcome` (int64 [2]). All but the message may be
-    pinned memory."""
-
-    message: int
-    blocks: int
-    expected: int
-    seed: int
-    outcome: int
-    block_count: int
-
-
 class _Kernel(NamedTuple):
     """For one number of heads. Those that round up to the same power of two are compiled once."""
 
     compiled: Any
     constants: tuple[int | bool, ...]
     tile_positions: int
+    launch: TritonLaunch
 
 
 class DeviceCopier:
-    """Gathers and scatters over one pool on the current stream; its scratch memory serves one stream."""
+    """Gathers and scatters over one pool, on the current stream or as launches for another; its scratch memory serves one."""
 
     def __init__(self, pool: DevicePool, programs: int = PROGRAMS, *, digests: bool = True) -> None:
         """`digests` False is for measuring what they cost."""
@@ -230,6 +220,7 @@ class DeviceCopier:
         place = self._strides[4:6] if heads_first else self._strides[5:3:-1]
         self._shape = (self._strides[1], self._strides[3], *place, pool.layout.block_size, words.shape[-1])
         self._scratch = torch.zeros(4, dtype=torch.int64, device=pool.memory.device)
+        self._scratch_start = self._scratch.data_ptr()
         self._kernels: dict[tuple[bool, int], _Kernel] = {}
 
     def gather(
@@ -254,6 +245,16 @@ class DeviceCopier:
         self.run(parcel, _place(message, blocks, blocks, seed, outcome), gather=False)
 
     def run(self, parcel: ParcelName, place: ParcelPlace, *, gather: bool) -> None:
+        kernel, programs, arguments = self._call(parcel, place, gather)
+        kernel.compiled[(programs, 1, 1)](*arguments, *kernel.constants)
+
+    def launch(self, parcel: ParcelName, place: ParcelPlace, *, gather: bool) -> Launch:
+        """What `run` would launch."""
+        kernel, programs, arguments = self._call(parcel, place, gather)
+        return kernel.launch.over(programs, *arguments)
+
+    def _call(self, parcel: ParcelName, place: ParcelPlace, gather: bool) -> tuple[_Kernel, int, tuple[int, ...]]:
+        """The kernel, its thread blocks, and its arguments without the constants."""
         assert place.message % ALIGNED_BYTES == 0, f"a message at {place.message:#x}"
         layout = self._pool.layout
         group, first_layer = divmod(parcel.first_layer, layout.layer_group)
@@ -263,13 +264,13 @@ class DeviceCopier:
         kernel = self._kernels.get((gather, heads)) or self._compiled(gather, heads)
         programs = min(self._programs, -(-parcel.positions // kernel.tile_positions) * 2 * layers)
         start = group * self._strides[0] + first_layer * self._strides[2]
-        kernel.compiled[(programs, 1, 1)](
+        arguments = (
             self._start + start * WORD_BYTES,
             place.message,
             place.blocks,
             place.expected,
             self._owner_words,
-            self._scratch.data_ptr(),
+            self._scratch_start,
             place.outcome,
             place.seed,
             place.block_count,
@@ -279,11 +280,12 @@ class DeviceCopier:
             parcel.first_head,
             heads,
             2 * layers,
-            *kernel.constants,
         )
+        return kernel, max(1, programs), arguments
 
     def compile(self, heads: int) -> None:
-        """Both kernels for parcels of so many heads, so that no transfer waits for a compiler."""
+        """Both kernels for parcels of so many heads, loaded, so that no transfer waits for a compiler. Raises SetupError where
+        this Triton is not known."""
         self._compiled(True, heads)
         self._compiled(False, heads)
 
@@ -297,7 +299,8 @@ class DeviceCopier:
         blocks = scratch.view(torch.int32)
         pointers = (words, scratch, blocks, scratch, owners, scratch, scratch[1:], scratch[1:])
         compiled = _copy.warmup(*pointers, *(16,) * len(_NEVER_SPECIAL), *constants, grid=(1,), num_warps=8)
-        kernel = self._kernels[gather, heads] = _Kernel(compiled, constants, tile_positions)
+        launch = triton_launch(compiled, ctypes.CDLL("libcuda.so.1"))
+        kernel = self._kernels[gather, heads] = _Kernel(compiled, constants, tile_positions, launch)
         return kernel
 
 

@@ -43,7 +43,7 @@ from kv_transfer.protocol.prefill_side import handle
 from kv_transfer.protocol.prefill_turn import PrefillSide
 from kv_transfer.protocol.sending import new_sending_slots
 from kv_transfer.pump import Pump
-from kv_transfer.staging import AnyPool, Copier, Gather, Gathered, digest_kind, slot_memory
+from kv_transfer.staging import AnyPool, Gather, Gathered, copier_of, digest_kind, slot_memory
 from kv_transfer.ticket import TicketGate
 from kv_transfer.transfer_blocks import NO_BLOCKS, TransferBlocks
 from kv_transfer.transport.base import (
@@ -104,7 +104,7 @@ class PrefillDriver:
         self._faults = faults or Faults()
         self._loop = asyncio.get_running_loop()
         self._gate = TicketGate(identity.incarnation, keys, identity.fingerprint, self._loop.time())
-        self._copier = Copier(pool)
+        self._copier = copier_of(pool)
         slots = limits.staging_bytes // limits.slot_bytes
         memory = slot_memory(pool, (slots + SELF_TEST_BUFFERS) * limits.slot_bytes, limits.slot_bytes)
         staging = StagingMemory((slots + SELF_TEST_BUFFERS) * limits.slot_bytes, memory)

@@ -4,7 +4,7 @@
 
 A message is a parcel's payload followed by its digest. Blocks, head order and shards of either side end here. All copies of
 a node are begun and end in order on one copier thread, so that the asyncio thread never waits for one; the interpreter lock is
-free while numpy copies, xxh3 hashes, or a GPU does both.
+free while numpy copies and xxh3 hashes. A pool on a GPU has a copier of its own (`device_copies`).
 
 Invariants: nothing is scattered that was not verified; a gather whose blocks have changed owner, before or while it read
 them, poisons the digest, so that the parcel can verify nowhere.
@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -115,39 +114,23 @@ def _owned(pool: KvPool, job: Gather) -> bool:
     return np.array_equal(pool.owner_words[job.blocks.ids[part]], job.blocks.owner_words[part])
 
 
-@dataclass(frozen=True, slots=True)
-class Begun(Generic[Outcome]):
-    """A copy on its way. `outcome` waits for it, unless it is `over`."""
+class Copier(Protocol):
+    """Gathers and scatters of one node, begun and ended in the order asked for. Made and used on the asyncio thread, where all
+    callbacks run, never before `gather` or `scatter` has returned.
 
-    over: Callable[[], bool]
-    outcome: Callable[[], Outcome]
+    What waits is bounded by the slots: every job holds one. `failure` ends with the exception after which nothing is copied any
+    more, which is a bug or a broken GPU; the node must not live on without it.
+    """
 
+    @property
+    def failure(self) -> asyncio.Future[None]: ...
 
-class Copies(Protocol):
-    """How the copies of one pool are done. Used on the copier's thread alone; at most `at_once` have begun and not ended."""
+    def gather(self, job: Gather, done: Callable[[Gathered], None]) -> None: ...
 
-    at_once: int
+    def scatter(self, job: Scatter, done: Callable[[Scattered | DigestMismatch], None]) -> None: ...
 
-    def gather(self, job: Gather) -> Begun[Gathered]: ...
-
-    def scatter(self, job: Scatter) -> Begun[Scattered | DigestMismatch]: ...
-
-
-class HostCopies:
-    """A copy is over when it has begun."""
-
-    at_once = 1
-
-    def __init__(self, pool: KvPool) -> None:
-        self._pool = pool
-
-    def gather(self, job: Gather) -> Begun[Gathered]:
-        outcome = gather(self._pool, job)
-        return Begun(lambda: True, lambda: outcome)
-
-    def scatter(self, job: Scatter) -> Begun[Scattered | DigestMismatch]:
-        outcome = scatter(self._pool, job)
-        return Begun(lambda: True, lambda: outcome)
+    async def close(self) -> None:
+        """Finishes what was asked for, then ends the thread."""
 
 
 class PoolElsewhere(Protocol):
@@ -166,8 +149,7 @@ class PoolElsewhere(Protocol):
     def slots(self, size: int) -> SlotMemory:
         """Memory of `size` bytes in all, for arenas."""
 
-    def copies(self) -> Copies:
-        """To be made on the copier's thread."""
+    def copier(self) -> Copier: ...
 
 
 AnyPool = KvPool | PoolElsewhere
@@ -183,60 +165,42 @@ def slot_memory(pool: AnyPool, staging_bytes: int, slot_bytes: int) -> SlotMemor
     return HostSlots() if isinstance(pool, KvPool) else pool.slots(slots * slot_stride(slot_bytes))
 
 
-class Copier:
-    """Gathers and scatters of one node, in the order asked for. Made on the asyncio thread, where all callbacks run.
+def copier_of(pool: AnyPool) -> Copier:
+    return HostCopier(pool) if isinstance(pool, KvPool) else pool.copier()
 
-    The queue is bounded by the slots: every job holds one. `failure` ends with the exception that ended the thread, which
-    is a bug or a broken GPU; the node must not live on without it.
-    """
 
-    def __init__(self, pool: AnyPool) -> None:
+class HostCopier:
+    """A `Copier` with a thread of Python's, which numpy and xxh3 let run beside others."""
+
+    def __init__(self, pool: KvPool) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[Callable[[Copies], Begun[None]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="kv-copier", daemon=True)
         self._thread.start()
 
     def gather(self, job: Gather, done: Callable[[Gathered], None]) -> None:
-        self._jobs.put(lambda copies: self._told(done, copies.gather(job)))
+        self._jobs.put(lambda: self._tell(done, gather(self._pool, job)))
 
     def scatter(self, job: Scatter, done: Callable[[Scattered | DigestMismatch], None]) -> None:
-        self._jobs.put(lambda copies: self._told(done, copies.scatter(job)))
+        self._jobs.put(lambda: self._tell(done, scatter(self._pool, job)))
 
     async def close(self) -> None:
-        """Finishes what was asked for, then ends the thread."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
         if not self.failure.done():
             self.failure.cancel()
-
-    def _told(self, done: Callable[[Outcome], None], begun: Begun[Outcome]) -> Begun[None]:
-        return Begun(begun.over, lambda: self._tell(done, begun.outcome()))
 
     def _tell(self, done: Callable[[Outcome], None], outcome: Outcome) -> None:
         self._loop.call_soon_threadsafe(done, outcome)
 
     def _run(self) -> None:
         try:
-            self._copy()
+            while job := self._jobs.get():
+                job()
         except BaseException as error:
             self._loop.call_soon_threadsafe(partial(_fail, self.failure), error)
-
-    def _copy(self) -> None:
-        """What is over is told first; what can begin goes before what must be waited for."""
-        copies = HostCopies(self._pool) if isinstance(self._pool, KvPool) else self._pool.copies()
-        begun: deque[Begun[None]] = deque()
-        while True:
-            if begun and (len(begun) >= copies.at_once or self._jobs.empty() or begun[0].over()):
-                begun.popleft().outcome()
-                continue
-            begin = self._jobs.get()
-            if begin is None:
-                break
-            begun.append(begin(copies))
-        while begun:
-            begun.popleft().outcome()
 
 
 def _fail(failure: asyncio.Future[Any], error: BaseException) -> None:

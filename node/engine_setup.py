@@ -42,9 +42,9 @@ STEPS_A_SILENCE = 4
 MEASURED_TOKENS = 256
 HOST_POOL_BYTES = 1 << 30
 SWITCH_INTERVAL_S = 1e-4
-"""On a GPU the engine's thread and the copier's take tens of microseconds at a time, and the device waits for them: they must not
-wait Python's default of 5 ms for the thread that serves streams. A launch gives the interpreter up some twenty times: with 0.5 ms
-it took up to 11 ms of a step of 10 while KV landed at full rate."""
+"""On a GPU the engine's thread takes tens of microseconds at a time, and the device waits for it: it must not wait Python's
+default of 5 ms for the thread that serves streams. A launch gives the interpreter up some twenty times: with 0.5 ms it took up to
+11 ms of a step of 10 while KV landed at full rate."""
 SELF_TEST_SLOTS = 2
 """A prefill node keeps so many beside its staging memory."""
 ATTENTION_RESERVE = 1.5

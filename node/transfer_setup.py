@@ -71,7 +71,7 @@ def open_transport(pool: AnyPool, data_ports: str | None = None) -> Transport:
     """The UCX data plane, for messages in the memory where the pool is. `data_ports`: `first-last`, where UCX's own TCP
     connections may arrive; None leaves it to UCX.
 
-    Raises ConfigurationError when UCX cannot start with its environment.
+    Raises ConfigurationError when UCX cannot start with its environment, SetupError when what drives it cannot be compiled.
     """
     on_host = isinstance(pool, KvPool)
     lanes = os.environ.get("UCX_TLS", DEFAULT_LANES if on_host else DEVICE_LANES)

@@ -27,7 +27,8 @@ from engine.build_device import DeviceEngineParts
 from engine.kv_cache.device_storage import DeviceKvStorage
 from foundation.kv_layout import HeadOrder, KvLayout
 from kv_transfer.device_copy import PROGRAMS, DeviceCopier, DevicePool
-from kv_transfer.device_staging import AT_ONCE, COPY_PRIORITY
+from kv_transfer.device_launches import AT_ONCE
+from kv_transfer.device_staging import COPY_PRIORITY
 from kv_transfer.plan.parcels import ParcelName, cut_parcels
 from kv_transfer.transport.cuda_memory import CudaDevice
 

@@ -9,6 +9,7 @@ import asyncio
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing.connection import Connection
@@ -147,31 +148,26 @@ def _new_pool(plan: LinkPlan, device: str) -> Any:
 
 
 def _noting(pool: Any, *, digests: bool = True) -> Any:
-    """The pool with copies that note when gathers begin. Without `digests` they neither hash nor check owners, and every
-    digest is 0: for measuring what they cost."""
-    from kv_transfer.device_copy import DeviceCopier
-    from kv_transfer.device_staging import DeviceCopies, DeviceStaging
-    from kv_transfer.staging import Begun, Gather, Gathered
-
-    class NotingCopies(DeviceCopies):
-        def __init__(self, begun_s: list[float]) -> None:
-            super().__init__(pool)
-            self._begun_s = begun_s
-            if not digests:
-                self._copier = DeviceCopier(pool, digests=False)
-                self._copier.compile(pool.layout.kv_heads)
-
-        def gather(self, job: Gather) -> Begun[Gathered]:
-            self._begun_s.append(time.monotonic())
-            return super().gather(job)
+    """The pool with a copier that notes when gathers are asked for. Without `digests` copies neither hash nor check owners, and
+    every digest is 0: for measuring what they cost."""
+    from kv_transfer.device_staging import DeviceStaging
+    from kv_transfer.staging import Copier, Gather, Gathered
 
     class NotingStaging(DeviceStaging):
         def __init__(self) -> None:
-            super().__init__(pool)
+            super().__init__(pool, digests=digests)
             self.gathers_begun_s: list[float] = []
 
-        def copies(self) -> NotingCopies:
-            return NotingCopies(self.gathers_begun_s)
+        def copier(self) -> Copier:
+            copier = super().copier()
+            gather = copier.gather
+
+            def noting(job: Gather, done: Callable[[Gathered], None]) -> None:
+                self.gathers_begun_s.append(time.monotonic())
+                gather(job, done)
+
+            copier.gather = noting  # type: ignore[method-assign]
+            return copier
 
     return NotingStaging()
 

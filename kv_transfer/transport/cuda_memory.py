@@ -101,6 +101,10 @@ class CudaDevice:
     def use_in_this_thread(self) -> None:
         self.call("cuCtxSetCurrent", self._context)
 
+    def entering(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """A function, and its argument, that a thread of C calls before it touches this GPU's memory."""
+        return ctypes.cast(self._driver.cuCtxSetCurrent, ctypes.c_void_p), self._context
+
     def allocate(self, size: int, *, mapped_by_peers: bool = True) -> DeviceBytes:
         """Zeroed. Peers map it from pairing on, or UCX does itself for each message. Raises TransportError (`out_of_memory`)."""
         assert size > 0, f"{size} bytes"

@@ -1,4 +1,4 @@
-"""The data plane over UCX, by way of UCXX: tagged messages between workers, one endpoint for each session.
+"""The data plane over UCX: tagged messages between workers, one endpoint for each session.
 
 Both sides exchange what it takes to reach them over the data port (`rendezvous`, `contact`), greet each other over the new
 endpoint, so that a session is only handed out once bytes have travelled both ways, and read the lane that UCX chose from the
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -55,7 +56,7 @@ from kv_transfer.transport.rendezvous import (
     refuse,
     welcome,
 )
-from kv_transfer.transport.ucx_worker import UcxEndpoint, UcxWorker
+from kv_transfer.transport.ucx_worker import OK, UcxEndpoint, UcxWorker, status_name
 
 HANDSHAKES_AT_ONCE = 64
 CLOSE_LIMIT_S = 5.0
@@ -68,11 +69,9 @@ Outcome = TypeVar("Outcome", ReceiveOutcome, SendOutcome)
 
 @dataclass(slots=True)
 class _Operation(Generic[Outcome]):
-    """An open request: `request` is the only reference to its handle, `buffer` is kept alive for UCX, which holds only its
-    address."""
+    """`number`: the worker's."""
 
-    request: Any
-    buffer: Bytes
+    number: int
     done: Callable[[Outcome], None]
     withdrawn: bool = False
 
@@ -94,7 +93,6 @@ class UcxSession:
         self._lifeline = lifeline
         self._lost: LostCallback | None = lost
         self._transport = transport
-        self._worker = transport.worker
         self._nonces: set[int] = set()
         self._loop = asyncio.get_running_loop()
         self._receives: dict[Tag, _Operation[ReceiveOutcome]] = {}
@@ -106,7 +104,7 @@ class UcxSession:
         self._fence: asyncio.Future[Fenced] = self._loop.create_future()
         self._closing: asyncio.Task[CloseOutcome] | None = None
         self._watch = self._loop.create_task(self._watch_lifeline())
-        endpoint.on_close(self._endpoint_failed)
+        endpoint.failed.add_done_callback(lambda _: self._lose("endpoint_failed"))
 
     @property
     def over(self) -> bool:
@@ -121,21 +119,17 @@ class UcxSession:
         assert self._closing is None, f"session {self.session:#x} is closed"
         assert tag not in self._receives, f"tag {tag:#x} is posted already"
         self._nonces.add(tag >> NUMBER_BITS)
-        request = self._endpoint.tag_receive(tag, buffer)
-        self._receives[tag] = _Operation(request, buffer, done)
-        request.future.add_done_callback(partial(self._received, tag))
+        self._receives[tag] = _Operation(self._endpoint.receive(tag, buffer, partial(self._received, tag)), done)
 
     def cancel_unused(self, tag: Tag) -> None:
         if operation := self._receives.get(tag):
             operation.withdrawn = True
-            self._worker.cancel(operation)
+            self._endpoint.cancel(operation.number)
 
     def send(self, tag: Tag, buffer: Bytes, done: Callable[[SendOutcome], None]) -> None:
         assert self._closing is None, f"session {self.session:#x} is closed"
         assert tag not in self._sends, f"tag {tag:#x} is being sent already"
-        request = self._endpoint.tag_send(tag, buffer)
-        self._sends[tag] = _Operation(request, buffer, done)
-        request.future.add_done_callback(partial(self._was_sent, tag))
+        self._sends[tag] = _Operation(self._endpoint.send(tag, buffer, partial(self._was_sent, tag)), done)
 
     async def close(self) -> CloseOutcome:
         if self._closing is None:
@@ -152,33 +146,28 @@ class UcxSession:
         for outcome in await asyncio.gather(answered, sent):
             if not isinstance(outcome, Landed | Sent):
                 raise TransportError("unreachable", f"the greeting failed: {outcome}")
-        self.lane = lane_of_endpoint(await self._worker.run(self._endpoint.describe), self._transport.memory)
+        self.lane = lane_of_endpoint(await self._endpoint.describe(), self._transport.memory)
 
     async def _watch_lifeline(self) -> None:
         self._lose(await self._lifeline.until_lost())
-
-    def _endpoint_failed(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop may be gone at exit
-            self._loop.call_soon_threadsafe(self._lose, "endpoint_failed")
 
     def _lose(self, reason: str) -> None:
         lost, self._lost = self._lost, None
         if lost is not None and self._closing is None:
             lost(reason)
 
-    def _received(self, tag: Tag, future: asyncio.Future[Any]) -> None:
+    def _received(self, tag: Tag, status: int) -> None:
         operation = self._receives.pop(tag)
-        outcome = _receive_outcome(tag, _failure(future), operation.withdrawn)
+        outcome = _receive_outcome(tag, status, operation.withdrawn)
         if isinstance(outcome, ReceiveFailed) and outcome.reason != "message_truncated" and not self.lane.fences:
             self._late.add(tag)
         self._settle()
         operation.done(outcome)
 
-    def _was_sent(self, tag: Tag, future: asyncio.Future[Any]) -> None:
+    def _was_sent(self, tag: Tag, status: int) -> None:
         operation = self._sends.pop(tag)
-        failure = _failure(future)
         self._settle()
-        operation.done(Sent(tag) if failure is None else SendFailed(tag, failure))
+        operation.done(Sent(tag) if status == OK else SendFailed(tag, status_name(status)))
 
     def _settle(self) -> None:
         if not self._destroyed or self._receives or self._sends:  # UCX may still read what a send has given it
@@ -189,10 +178,10 @@ class UcxSession:
 
     async def _close(self) -> CloseOutcome:
         self._watch.cancel()
-        await self._worker.run(self._endpoint.destroy)
+        await self._endpoint.destroy()
         self._destroyed = True
         self._lifeline.close()
-        self._transport.drop_stray_messages(self._nonces)
+        await self._transport.drop_stray_messages(self._nonces)
         self._settle()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._quiet.wait(), CLOSE_LIMIT_S)
@@ -208,7 +197,7 @@ class UcxTransport:
     """
 
     def __init__(self, device: CudaDevice | None = None) -> None:
-        """Raises TransportError (`ucx_unavailable`, `out_of_memory`)."""
+        """Raises TransportError (`ucx_unavailable`, `out_of_memory`), SetupError."""
         self.strangers_refused = 0
         self.stray_messages = 0
         self._device = device
@@ -216,6 +205,7 @@ class UcxTransport:
         self.greeting = _greeting(device)
         """What all sessions greet with: half of it is overwritten, the other sent."""
         self.worker = UcxWorker(device)
+        self._mapping = ThreadPoolExecutor(1, "peer-memory")
         self._sessions: set[UcxSession] = set()
         self._expected: dict[int, tuple[asyncio.Future[DataSession], LostCallback]] = {}
         self._server: asyncio.Server | None = None
@@ -250,6 +240,7 @@ class UcxTransport:
             arrived.cancel()
         await asyncio.gather(*(session.close() for session in self._sessions))
         await self.worker.close()
+        self._mapping.shutdown(wait=False)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One caller on the data port."""
@@ -301,13 +292,13 @@ class UcxTransport:
             lifeline.close()
             raise
         session = UcxSession(call.session, endpoint, lifeline, lost, self)
-        self._map(session, contact.memory_handles)
         self._sessions = {known for known in self._sessions if not known.over} | {session}
         tags = (call.greeting_tag, call.greeting_tag | 1)
         if say_welcome is not None:
             say_welcome()
             tags = tags[::-1]
         try:
+            await self._map(session, contact.memory_handles)
             await session.greet(*tags)
         except BaseException:
             await session.close()
@@ -318,16 +309,17 @@ class UcxTransport:
         handles = () if self._device is None else self._device.handles()
         return Contact(self.worker.address, handles).to_bytes()
 
-    def _map(self, session: UcxSession, handles: Sequence[bytes]) -> None:
-        """Keep a peer's memory mapped until its session is fenced: the control thread does both, in this order."""
+    async def _map(self, session: UcxSession, handles: Sequence[bytes]) -> None:
+        """Keep a peer's memory mapped until its session is fenced: one thread does both, in this order."""
         if self._device is not None:
-            mapping = self.worker.start(partial(self._device.map, handles))
-            session.fence.add_done_callback(lambda _: self.worker.start(lambda: mapping.result().close()))
+            mapped = self._mapping.submit(self._device.map, handles)
+            session.fence.add_done_callback(lambda _: self._mapping.submit(lambda: mapped.result().close()))
+            await asyncio.wrap_future(mapped)
 
-    def drop_stray_messages(self, nonces: set[int]) -> None:
+    async def drop_stray_messages(self, nonces: set[int]) -> None:
         """Of a session that is over."""
         for nonce in nonces:
-            self.stray_messages += self.worker.drop_unexpected(nonce << NUMBER_BITS, _NONCE_MASK)
+            self.stray_messages += await self.worker.drop_unexpected(nonce << NUMBER_BITS, _NONCE_MASK)
 
 
 def _greeting(device: CudaDevice | None) -> Bytes:
@@ -339,22 +331,13 @@ def _greeting(device: CudaDevice | None) -> Bytes:
     return cast(Bytes, device.allocate(2 * READ_BY_RECEIVER_BYTES, mapped_by_peers=False))
 
 
-def _receive_outcome(tag: Tag, failure: str | None, withdrawn: bool) -> ReceiveOutcome:
-    if failure is None:
+def _receive_outcome(tag: Tag, status: int, withdrawn: bool) -> ReceiveOutcome:
+    if status == OK:
         return Landed(tag)
-    return ReceiveCancelled(tag) if withdrawn and failure == "canceled" else ReceiveFailed(tag, failure)
+    reason = status_name(status)
+    return ReceiveCancelled(tag) if withdrawn and reason == "canceled" else ReceiveFailed(tag, reason)
 
 
 def _resolve(future: asyncio.Future[Any], outcome: object) -> None:
     if not future.done():
         future.set_result(outcome)
-
-
-def _failure(future: asyncio.Future[Any]) -> str | None:
-    """None on success, else UCX's name for what went wrong, as in `canceled` or `message_truncated`."""
-    if future.cancelled():
-        return "canceled"
-    if (error := future.exception()) is None:
-        return None
-    name = type(error).__name__.removeprefix("UCXX").removesuffix("Error")
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

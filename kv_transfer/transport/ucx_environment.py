@@ -2,7 +2,7 @@
 
 Whatever the user has set wins and is reported. Reasons stand beside the values; what breaks without them was measured.
 
-Must not know: ucxx itself (importing it loads the library, which reads the environment).
+Must not know: UCX itself (once loaded, it has read the environment).
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ def ucx_environment(
         "UCX_TCP_RX_SEG_SIZE": "1M",
         # A TCP put carries the address it writes to, which outlives the endpoint that handed it out. Messages do not.
         "UCX_TCP_PUT_ENABLE": "n",
+        # Shorter messages are copied on their way, longer ones wait for their receive where the receiver is.
+        "UCX_RNDV_THRESH": "8192",
+        # It would have to see every allocation, and does not see all of torch's.
+        "UCX_MEMTYPE_CACHE": "n",
         # Signal handlers belong to Python.
         "UCX_ERROR_SIGNALS": "",
         "UCX_WARN_UNUSED_ENV_VARS": "n",

@@ -1,215 +1,291 @@
-"""One UCX worker, and the threads that keep it going.
+"""One UCX worker, and the thread that alone touches it.
 
-UCX's progress thread is C++ and sleeps in epoll until something happens (0.01 % of a core when idle, against 4 % with the
-binding's default of looking every millisecond). Beside a GPU it polls, which costs a core: to be woken by a GPU, UCX has it call
-the host behind every copy under way, for which the next copy waits. The thread also submits what the asyncio thread hands over,
-so that a copy into shared memory never runs on the event loop. The notifier thread sleeps until requests have completed and then
-has the event loop complete their futures.
+The thread is C (`ucx_worker.c`): Python never waits for it, nor it for Python. What is asked is queued in a microsecond or two;
+outcomes wake the event loop, which takes as many as there are. Between hosts and in shared memory the thread sleeps until
+something happens (what is copied into shared memory, it copies, not the event loop). Beside a GPU it polls, which costs a core:
+to be woken by a GPU, UCX has it call the host behind every copy under way, for which the next copy waits.
 
-A request is cancelled when its handle is dropped, so whoever starts one holds the handle until the future is done. Dropping
-an open one is deadly beside a running progress thread: the canceller holds the request's lock and wants the worker's, the
-progress thread, completing that very request, holds the worker's and wants the request's (seen: both hang for ever, and the
-interpreter lock with them). So `cancel` stops progress for the moment that it takes.
-
-What may block for a moment runs on one control thread, in order: making, describing and destroying endpoints, cancelling.
-
-Must not know: sessions, lanes, tags.
+Must not know: sessions, lanes, what a tag means.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from functools import cache
+from itertools import count
+from pathlib import Path
 
-import numpy as np
-
+from foundation.native_library import native_calls
 from kv_transfer.transport.base import Bytes, TransportError
-from kv_transfer.transport.cuda_memory import CudaDevice
+from kv_transfer.transport.cuda_memory import CudaDevice, DeviceBytes
 from kv_transfer.transport.peer_mappings import peer_mappings
 
-Done = TypeVar("Done")
+SOURCE = Path(__file__).with_name("ucx_worker.c")
+_UCP = "libucp.so.0"
 
-_CLOSE_TRY_NS = 5 * 10**9
-_CLOSE_TRIES = 24
-"""UCX's thread is given two minutes in all, which it needs only when this process, or that thread, stood still: the binding
-gives up in silence, and then an endpoint that was taken for destroyed lives on."""
-_STRAYS_AT_ONCE = 1024
-_STRAY_LIMIT_BYTES = 64 * 1024
+_CONNECT, _RECEIVE, _SEND, _CANCEL, _DESTROY, _DESCRIBE, _DROP_STRAYS = range(7)
+_AT_ONCE = 64
+"""Outcomes that are taken with one call."""
+
+OK = 0
+CANCELED = -16
+MESSAGE_TRUNCATED = -9
+_STATUS_NAMES = {
+    -1: "no_message",
+    -2: "no_resource",
+    -3: "io_error",
+    -4: "no_memory",
+    -5: "invalid_param",
+    -6: "unreachable",
+    -7: "invalid_addr",
+    -8: "not_implemented",
+    MESSAGE_TRUNCATED: "message_truncated",
+    -10: "no_progress",
+    -14: "no_device",
+    -15: "busy",
+    CANCELED: "canceled",
+    -20: "timed_out",
+    -21: "exceeds_limit",
+    -22: "unsupported",
+    -23: "rejected",
+    -24: "not_connected",
+    -25: "connection_reset",
+    -80: "endpoint_timeout",
+}
+
+Done = Callable[[int], None]
+"""What hears how an operation has ended: OK, or UCX's status."""
 
 
-class HoldsRequest(Protocol):
-    request: Any
+def status_name(status: int) -> str:
+    """`canceled`, say; `ok` for 0."""
+    return "ok" if status == OK else _STATUS_NAMES.get(status, f"ucx_error_{-status}")
+
+
+Ended = Callable[[int, int], None]
+"""What hears of any order: its status, and its value."""
+
+
+class _Outcome(ctypes.Structure):
+    _fields_ = (("number", ctypes.c_uint64), ("value", ctypes.c_uint64), ("status", ctypes.c_int64))
 
 
 class UcxEndpoint:
-    """The way to one peer's worker. All operations return the binding's request, which has a `future`."""
+    """The way to one peer's worker. Nothing may be asked of it once `destroy` has been called."""
 
-    def __init__(self, handle: Any, tag: Callable[[int], Any], array: Callable[[Bytes], Any]) -> None:
-        """`tag` and `array` are the binding's, which is imported only where there is a worker."""
+    def __init__(self, worker: UcxWorker, handle: int, number: int, failed: asyncio.Future[None]) -> None:
+        """`failed` is done when it has failed, unless it is destroyed before."""
+        self.failed = failed
+        self._worker = worker
         self._handle = handle
-        self._tag = tag
-        self._array = array
+        self._number = number
 
-    def tag_send(self, tag: int, buffer: Bytes) -> Any:
-        return self._handle.tag_send(self._array(buffer), self._tag(tag))
+    def send(self, tag: int, buffer: Bytes, done: Done) -> int:
+        """The operation's number. `buffer` is kept until `done`."""
+        return self._worker.message(_SEND, self._handle, tag, buffer, done)
 
-    def tag_receive(self, tag: int, buffer: Bytes) -> Any:
-        return self._handle.tag_recv(self._array(buffer), self._tag(tag))
+    def receive(self, tag: int, buffer: Bytes, done: Done) -> int:
+        return self._worker.message(_RECEIVE, self._handle, tag, buffer, done)
 
-    def on_close(self, callback: Any) -> None:
-        """`callback()` runs on UCX's thread when the endpoint fails or is closed; at once when it has failed already."""
-        try:
-            self._handle.set_close_callback(callback)
-        except RuntimeError:  # no other reason: it has failed since it was made
-            callback()
+    def cancel(self, operation: int) -> None:
+        """It ends soon, one way or the other."""
+        self._worker.order(_CANCEL, self._handle, operation)
 
-    def destroy(self) -> None:
-        """Blocks until UCX's thread has done it, usually microseconds; never for the peer: pending operations are cancelled."""
-        self._handle.close_blocking(period=_CLOSE_TRY_NS, max_attempts=_CLOSE_TRIES)
-        self._handle.remove_close_callback()
+    def abandon(self) -> None:
+        """As `destroy`, which nobody waits for."""
+        self._worker.forget(self._number)
+        self._worker.order(_DESTROY, self._handle)
 
-    def describe(self) -> str:
-        """What ucp_ep_print_info says. Blocks for a millisecond or so."""
-        libc, libucp = ctypes.CDLL(None), ctypes.CDLL("libucp.so.0")
-        libc.open_memstream.restype = ctypes.c_void_p
-        text, size = ctypes.c_char_p(), ctypes.c_size_t()
-        stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
-        libucp.ucp_ep_print_info(ctypes.c_void_p(self._handle.handle), stream)
-        libc.fclose(stream)
-        described = (text.value or b"").decode()
-        libc.free(text)
-        return described
+    async def destroy(self) -> None:
+        """Never waits for the peer. UCX cancels what is under way, as far as it can, and tells of each how it ended."""
+        self._worker.forget(self._number)
+        await self._worker.ask(_DESTROY, self._handle)
+
+    async def describe(self) -> str:
+        """What ucp_ep_print_info says."""
+        return _taken_text(await self._worker.ask(_DESCRIBE, self._handle))
 
 
 class UcxWorker:
-    """Made on the asyncio thread, whose loop completes all futures. With a `device` its threads may touch GPU memory."""
+    """Made and used on the asyncio thread, where all outcomes are told. With a `device` its thread may touch GPU memory."""
 
     def __init__(self, device: CudaDevice | None = None) -> None:
+        """Raises TransportError (`ucx_unavailable`), SetupError."""
         if device is not None:
             peer_mappings()
-        import ucxx._lib.libucxx as binding
-        from ucxx._lib.arr import Array
-
-        self._binding = binding
-        self._array = Array
-        self._device = device
-        enter = _do_nothing if device is None else device.use_in_this_thread
         self._loop = asyncio.get_running_loop()
-        self._strays: dict[int, tuple[Any, Bytes]] = {}
-        self._to_cancel: list[HoldsRequest] = []
-        self._control = ThreadPoolExecutor(1, "ucx-control", initializer=enter)
-        try:
-            self._context = binding.UCXContext({})
-            self._worker = binding.UCXWorker(self._context, enable_delayed_submission=True, enable_python_future=True)
-        except binding.UCXError as error:
-            raise TransportError("ucx_unavailable", f"UCX cannot start with this UCX_TLS: {error}") from error
-        assert self._worker.enable_python_future, "this ucxx was built without Python futures"
-        self._worker.set_progress_thread_start_callback(enter)
-        self._start_progress()
-        self._notifier = threading.Thread(target=self._notify, name="ucx-notifier", daemon=True)
-        self._notifier.start()
-
-    @property
-    def address(self) -> bytes:
+        library, self._quick = _libraries()
+        self._device = device
+        """Its context must live as long as the thread."""
+        self._numbers = count(1)
+        self._open: dict[int, tuple[Ended, Bytes | None]] = {}
+        """Who hears of an order's end, and the memory that UCX has until then."""
+        self._failed: dict[int, asyncio.Future[None]] = {}
+        """Of endpoints, by their numbers."""
+        self._outcomes = (_Outcome * _AT_ONCE)()
+        status = ctypes.c_int()
+        entering = (None, None) if device is None else device.entering()
+        handle = library.ucx_worker_open(int(device is not None), *entering, ctypes.byref(status))
+        if not handle:
+            raise TransportError("ucx_unavailable", f"UCX cannot start with this UCX_TLS: {status_name(status.value)}")
+        self._handle = ctypes.c_void_p(handle)
+        self._end = weakref.finalize(self, library.ucx_worker_close, self._handle)
+        """Also when the interpreter ends: UCX would be taken apart beside its thread."""
+        length = ctypes.c_size_t()
+        self.address: bytes = ctypes.string_at(
+            library.ucx_worker_address(self._handle, ctypes.byref(length)), length.value
+        )
         """What a peer needs to make an endpoint to this worker."""
-        return bytes(self._worker.address)
+        self._fd: int = library.ucx_worker_outcome_fd(self._handle)
+        self._loop.add_reader(self._fd, self._take)
 
     async def endpoint(self, peer_address: bytes) -> UcxEndpoint:
         """Raises TransportError (`unreachable`). One that nobody waits for any more is destroyed as soon as it is made."""
-        making = self.start(partial(self._make_endpoint, peer_address))
-        try:
-            return await asyncio.wrap_future(making)
-        except asyncio.CancelledError:
-            self.start(partial(_destroy_unwanted, making))
-            raise
+        made: asyncio.Future[UcxEndpoint] = self._loop.create_future()
 
-    def _make_endpoint(self, peer_address: bytes) -> UcxEndpoint:
-        try:
-            address = self._binding.UCXAddress.create_from_buffer(peer_address)
-            handle = self._binding.UCXEndpoint.create_from_worker_address(self._worker, address, True)
-        except self._binding.UCXError as error:
-            raise TransportError("unreachable", f"no UCX lane to this peer: {error}") from error
-        return UcxEndpoint(handle, self._binding.UCXXTag, self._array)
+        def ended(status: int, handle: int) -> None:
+            failed = self._failed[number] = self._loop.create_future()
+            endpoint = UcxEndpoint(self, handle, number, failed)
+            if status != OK:
+                del self._failed[number]
+                if not made.done():
+                    made.set_exception(
+                        TransportError("unreachable", f"no UCX lane to this peer: {status_name(status)}")
+                    )
+            elif made.done():
+                endpoint.abandon()
+            else:
+                made.set_result(endpoint)
 
-    def start(self, blocking: Callable[[], Done]) -> Future[Done]:
-        """Have the control thread run it, after what it was given before."""
-        return self._control.submit(blocking)
+        number = self.order(_CONNECT, None, buffer=peer_address, length=len(peer_address), ended=ended)
+        return await made
 
-    async def run(self, blocking: Callable[[], Done]) -> Done:
-        """Run it on the control thread."""
-        return await self._loop.run_in_executor(self._control, blocking)
+    def forget(self, endpoint: int) -> None:
+        """That it fails is no news any more."""
+        self._failed.pop(endpoint, None)
 
-    def cancel(self, holder: HoldsRequest) -> None:
-        """Drop the handle, of which the holder's must be the only reference. Its future ends soon, one way or the other."""
-        self._to_cancel.append(holder)
-        if len(self._to_cancel) == 1:
-            self._control.submit(self._cancel_all)
+    def message(self, kind: int, endpoint: int, tag: int, buffer: Bytes, done: Done) -> int:
+        address = _address_of(buffer)
+        return self.order(kind, endpoint, tag, address, buffer.size, lambda status, value: done(status), buffer)
 
-    def _cancel_all(self) -> None:
-        self._worker.stop_progress_thread()
-        while self._to_cancel:
-            self._to_cancel.pop().request = None
-        self._start_progress()
-
-    def _start_progress(self) -> None:
-        beside_gpu = self._device is not None
-        self._worker.start_progress_thread(polling_mode=beside_gpu, epoll_timeout=-1)
-
-    def drop_unexpected(self, tag: int, mask: int) -> int:
+    async def drop_unexpected(self, tag: int, mask: int) -> int:
         """Take out small messages that nobody posted for and whose tag agrees with `tag` where `mask` has ones; how many.
 
         Large ones hold no memory here and end with their endpoint.
         """
-        binding = self._binding
-        where = binding.UCXXTag(tag), binding.UCXXTagMask(mask)
-        for dropped in range(_STRAYS_AT_ONCE):
-            found = self._worker.tag_probe(*where, False)
-            if not found.matched or found.length > _STRAY_LIMIT_BYTES:
-                return dropped
-            buffer = np.empty(max(found.length, 1), np.uint8)
-            request = self._worker.tag_recv_with_handle(self._array(buffer), self._worker.tag_probe(*where, True))
-            # Held until it is done, as every request and buffer must be.
-            self._strays[id(request)] = request, buffer
-            request.future.add_done_callback(partial(self._stray_dropped, id(request)))
-        return _STRAYS_AT_ONCE
+        return await self.ask(_DROP_STRAYS, None, tag, mask)
 
-    def _stray_dropped(self, key: int, future: asyncio.Future[Any]) -> None:
-        del self._strays[key]
-        future.cancelled() or future.exception()
+    async def ask(self, kind: int, endpoint: int | None, tag: int = 0, length: int = 0) -> int:
+        """The value of the order's outcome."""
+        answer: asyncio.Future[int] = self._loop.create_future()
+
+        def ended(status: int, value: int) -> None:
+            if not answer.done():
+                answer.set_result(value)
+
+        self.order(kind, endpoint, tag, length=length, ended=ended)
+        return await answer
+
+    def order(
+        self,
+        kind: int,
+        endpoint: int | None,
+        tag: int = 0,
+        buffer: int | bytes | None = None,
+        length: int = 0,
+        ended: Ended | None = None,
+        kept: Bytes | None = None,
+    ) -> int:
+        """Have the thread do it, after what it was given before; its number. `kept`: alive until it has ended."""
+        assert self._end.alive, "this worker is closed"
+        number = next(self._numbers)
+        if ended is not None:
+            self._open[number] = ended, kept
+        self._quick.ucx_worker_order(self._handle, kind, number, endpoint, buffer, length, tag)
+        return number
 
     async def close(self) -> None:
         """Every endpoint must be destroyed before."""
-        await self.run(self._stop)
-        self._control.shutdown(wait=False)
+        if self._end.alive:
+            self._loop.remove_reader(self._fd)
+            await asyncio.to_thread(self._end)
 
-    def _stop(self) -> None:
-        self._worker.stop_request_notifier_thread()
-        self._notifier.join()
-        self._worker.stop_progress_thread()
+    def _take(self) -> None:
+        if self._end.alive:
+            taken = self._quick.ucx_worker_take(self._handle, self._outcomes, _AT_ONCE)
+            self._tell(deque((it.number, it.status, it.value) for it in self._outcomes[:taken]))
 
-    def _notify(self) -> None:
-        worker, states = self._worker, self._binding.PythonRequestNotifierWaitState
-        asyncio.set_event_loop(self._loop)
-        while True:
-            worker.populate_python_futures_pool()
-            if worker.wait_request_notifier(period_ns=0) == states.Shutdown:
-                break
-            try:
-                self._loop.call_soon_threadsafe(worker.run_request_notifier)
-            except RuntimeError:  # the loop was closed under us: nobody is left to be told
-                break
-        worker.clear_python_futures_pool()
-
-
-def _do_nothing() -> None:
-    pass
+    def _tell(self, outcomes: deque[tuple[int, int, int]]) -> None:
+        """Whatever one of those who hear raises, the others hear too."""
+        try:
+            while outcomes:
+                number, status, value = outcomes.popleft()
+                ended, _ = self._open.pop(number, (None, None))
+                if ended is not None:
+                    ended(status, value)
+                elif failed := self._failed.pop(number, None):
+                    failed.set_result(None)
+        finally:
+            if outcomes:
+                self._loop.call_soon(self._tell, outcomes)
 
 
-def _destroy_unwanted(made: Future[UcxEndpoint]) -> None:
-    if not made.cancelled():
-        made.result().destroy()
+def transports_described() -> str:
+    """What ucp_context_print_info says of this machine. Raises TransportError (`ucx_unavailable`), SetupError."""
+    library, _ = _libraries()
+    text = library.ucx_context_described()
+    if not text:
+        raise TransportError("ucx_unavailable", "UCX does not start")
+    return _taken_text(text)
+
+
+def ucx_version() -> str:
+    """Of the library that is loaded, as in `1.21.0`. Raises TransportError (`ucx_unavailable`), SetupError."""
+    _libraries()
+    version = ctypes.CDLL(_UCP).ucp_get_version_string
+    version.restype = ctypes.c_char_p
+    return str(version().decode())
+
+
+@cache
+def _libraries() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
+    """SOURCE, over the UCX that `libucx` chooses: `slow` and `quick`."""
+    import libucx
+
+    try:
+        libucx.load_library()
+        ctypes.CDLL(_UCP, ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise TransportError("ucx_unavailable", f"UCX cannot be loaded: {error}") from error
+    headers = Path(libucx.__file__).parent / "include"
+    library, quick = native_calls(SOURCE, "transfers", ("-O2", f"-I{headers}"))
+    pointer, number, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
+    library.ucx_worker_open.restype = library.ucx_worker_address.restype = library.ucx_context_described.restype = (
+        pointer
+    )
+    library.ucx_worker_open.argtypes = (ctypes.c_int, pointer, pointer, pointer)
+    quick.ucx_worker_order.restype = None
+    quick.ucx_worker_order.argtypes = (pointer, ctypes.c_int, number, pointer, pointer, size, number)
+    quick.ucx_worker_take.argtypes = (pointer, pointer, ctypes.c_int)
+    return library, quick
+
+
+def _address_of(buffer: Bytes) -> int:
+    found: object = buffer
+    if isinstance(found, DeviceBytes):
+        return found.address
+    assert buffer.flags.c_contiguous, "a message in pieces"
+    return int(buffer.ctypes.data)
+
+
+def _taken_text(pointer: int) -> str:
+    """Of C's, which is freed."""
+    text = ctypes.string_at(pointer).decode()
+    libc = ctypes.CDLL(None)
+    libc.free.argtypes = (ctypes.c_void_p,)
+    libc.free(pointer)
+    return text

@@ -68,7 +68,7 @@ def _end_with_the_tests() -> None:
 
 
 def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
-    assert "ucxx" not in sys.modules
+    assert "libucx" not in sys.modules
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for standard in (1, 2):

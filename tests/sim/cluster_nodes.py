@@ -148,7 +148,7 @@ class Life:
     def _build_decode(self) -> None:
         machine = self.machine
         self.service = DecodeService(self.engine.post, machine.config, VOCABULARY_SIZE, METRICS)
-        with patch.object(decode_driver, "Copier", self._copier):
+        with patch.object(decode_driver, "copier_of", self._copier):
             self.driver = DecodeDriver(
                 self._identity(),
                 self._pool(),
@@ -165,7 +165,7 @@ class Life:
         machine = self.machine
         self.service = PrefillService(self.engine.post, machine.config, VOCABULARY_SIZE, METRICS)
         data_address = await self.transport.listen(machine.name, 2)
-        with patch.object(prefill_driver, "Copier", self._copier):
+        with patch.object(prefill_driver, "copier_of", self._copier):
             self.driver = PrefillDriver(
                 self._identity(),
                 self._pool(),

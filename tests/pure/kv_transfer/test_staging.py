@@ -12,12 +12,12 @@ from foundation.fingerprint import Fingerprint
 from foundation.ids import CreditNumber, Incarnation, RequestId, SessionNonce, TransferId
 from foundation.kv_layout import KvLayout
 from kv_transfer import pool_copy, staging
-from kv_transfer.arena import Arena, HostSlots, StagingMemory, slot_stride
+from kv_transfer.arena import Arena, StagingMemory, slot_stride
 from kv_transfer.device_slots import DeviceSlots, on_device
 from kv_transfer.digest import DigestSeeds, TokenHistory
 from kv_transfer.plan.parcels import ParcelName
 from kv_transfer.pool_copy import KvPool
-from kv_transfer.staging import Begun, Copier, DigestMismatch, Gather, Gathered, Scatter, Scattered, gather, scatter
+from kv_transfer.staging import DigestMismatch, Gather, Gathered, Scatter, Scattered, copier_of, gather, scatter
 from kv_transfer.transfer_blocks import TransferBlocks
 from kv_transfer.transport.base import Fenced, mint_fence
 from kv_transfer.transport.cuda_memory import DeviceBytes
@@ -160,7 +160,7 @@ def test_only_a_transport_makes_a_fence() -> None:
 
 
 async def test_the_copier_answers_in_order_on_the_loop_and_finishes_before_it_closes() -> None:
-    copier, here = Copier(pool(1)), threading.get_ident()
+    copier, here = copier_of(pool(1)), threading.get_ident()
     news: list[tuple[int, int, Gathered]] = []
 
     def heard(number: int, gathered: Gathered) -> None:
@@ -173,70 +173,6 @@ async def test_the_copier_answers_in_order_on_the_loop_and_finishes_before_it_cl
     await asyncio.sleep(0)
     assert [number for number, _, _ in news] == list(range(20))
     assert all(thread == here and it.intact for _, thread, it in news)
-
-
-class LaterCopies:
-    """A device that ends each copy when it is waited for, or is told to be `quick`; notes what was begun and ended."""
-
-    at_once = 3
-
-    def __init__(self, *, quick: bool = False) -> None:
-        self.noted: list[tuple[str, int]] = []
-        self._quick = quick
-
-    def gather(self, job: Gather) -> Begun[Gathered]:
-        self.noted.append(("begun", job.seed))
-        return Begun(lambda: self._quick, lambda: self._ended(job.seed))
-
-    def scatter(self, job: Scatter) -> Begun[Scattered | DigestMismatch]:
-        raise NotImplementedError
-
-    def _ended(self, seed: int) -> Gathered:
-        self.noted.append(("ended", seed))
-        return Gathered(seed, intact=True)
-
-
-class PoolWith:
-    layout, digest_kind, device = LAYOUT, "other", None
-
-    def __init__(self, copies: LaterCopies, may_begin: threading.Event) -> None:
-        self._copies = copies
-        self._may_begin = may_begin
-
-    def slots(self, size: int) -> HostSlots:
-        return HostSlots()
-
-    def copies(self) -> LaterCopies:
-        self._may_begin.wait(10)
-        return self._copies
-
-
-async def gathered_in_a_row(copies: LaterCopies) -> None:
-    """Seven, all asked for before the first begins."""
-    may_begin, heard = threading.Event(), list[int]()
-    copier = Copier(PoolWith(copies, may_begin))  # type: ignore[arg-type]
-    for number in range(7):
-        copier.gather(replace(gather_job(), seed=number), lambda gathered: heard.append(gathered.digest))
-    may_begin.set()
-    await copier.close()
-    await asyncio.sleep(0)
-    assert heard == list(range(7))
-
-
-async def test_copies_of_a_device_are_begun_ahead_up_to_its_limit_and_end_in_order() -> None:
-    copies = LaterCopies()
-    await gathered_in_a_row(copies)
-    assert [number for kind, number in copies.noted if kind == "ended"] == list(range(7))
-    open_copies = [
-        sum(1 if kind == "begun" else -1 for kind, _ in copies.noted[: place + 1]) for place in range(len(copies.noted))
-    ]
-    assert max(open_copies) == copies.at_once
-
-
-async def test_a_copy_that_is_over_is_told_before_another_begins() -> None:
-    copies = LaterCopies(quick=True)
-    await gathered_in_a_row(copies)
-    assert copies.noted == [(kind, number) for number in range(7) for kind in ("begun", "ended")]
 
 
 class OneAllocation:
@@ -273,7 +209,7 @@ def test_an_arena_for_which_there_is_no_room_is_not_drawn() -> None:
 
 
 async def test_a_copy_that_cannot_be_is_a_bug_that_ends_the_copier_loudly() -> None:
-    copier, job = Copier(pool(1)), gather_job()
+    copier, job = copier_of(pool(1)), gather_job()
     copier.gather(replace(job, blocks=TransferBlocks.of([77, 1], [33, 11])), lambda it: None)
     with pytest.raises((AssertionError, IndexError)):
         await asyncio.wait_for(copier.failure, 10)

@@ -1,0 +1,123 @@
+"""The thread behind a UCX worker: what is told of orders, and when there is no compiler for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foundation import native_library
+from foundation.errors import SetupError
+from kv_transfer.transport import ucx_worker
+from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.ucx_environment import ucx_environment
+from kv_transfer.transport.ucx_worker import CANCELED, OK, UcxEndpoint, UcxWorker
+
+pytestmark = pytest.mark.sockets
+
+TAG = 0xABC
+Pair = tuple[UcxWorker, UcxWorker]
+
+
+@pytest.fixture
+async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    for name, value in ucx_environment("sm,self,tcp").items():
+        monkeypatch.setenv(name, value)
+    workers = UcxWorker(), UcxWorker()
+    yield workers
+    for worker in workers:
+        await worker.close()
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+async def ended(endpoint: UcxEndpoint, receives: list[int]) -> list[int]:
+    """How that many receives, for which nothing comes, end with their endpoint."""
+    told: list[int] = []
+    for tag in receives:
+        endpoint.receive(tag, np.zeros(8, np.uint8), told.append)
+    await endpoint.destroy()
+    async with asyncio.timeout(10):
+        while len(told) < len(receives):
+            await asyncio.sleep(0)
+    return told
+
+
+async def test_more_outcomes_than_are_taken_at_once_are_all_told(pair: Pair) -> None:
+    here, there = pair
+    endpoint = await here.endpoint(there.address)
+    assert await ended(endpoint, list(range(1000))) == [CANCELED] * 1000
+
+
+async def test_whoever_raises_keeps_nobody_else_from_hearing(pair: Pair) -> None:
+    here, there = pair
+    endpoint = await here.endpoint(there.address)
+    raised = asyncio.Event()
+
+    def fail(status: int) -> None:
+        raise RuntimeError(f"on purpose, at {status}")
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.set())
+    endpoint.receive(TAG, np.zeros(8, np.uint8), fail)
+    assert await ended(endpoint, [1, 2, 3]) == [CANCELED] * 3
+    assert raised.is_set()
+
+
+async def test_messages_meet_the_receives_of_their_tag_alone(pair: Pair) -> None:
+    here, there = pair
+    out, back = await here.endpoint(there.address), await there.endpoint(here.address)
+    loop = asyncio.get_running_loop()
+    buffers = np.zeros((3, 100_000), np.uint8)
+    landed: list[asyncio.Future[int]] = [loop.create_future() for _ in buffers]
+    for tag, buffer in enumerate(buffers):
+        back.receive(tag, buffer, landed[tag].set_result)
+    for tag in (2, 0, 1):
+        out.send(tag, np.full(100_000, tag + 1, np.uint8), lambda status: None)
+    async with asyncio.timeout(10):
+        assert await asyncio.gather(*landed) == [OK] * 3
+    assert [set(buffer) for buffer in buffers] == [{1}, {2}, {3}]
+    await out.destroy()
+    await back.destroy()
+
+
+async def test_an_endpoint_that_nobody_waits_for_any_more_is_destroyed(pair: Pair) -> None:
+    here, there = pair
+    making = asyncio.create_task(here.endpoint(there.address))
+    await asyncio.sleep(0)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    endpoint = await here.endpoint(there.address)  # what comes later is done later
+    await endpoint.destroy()
+
+
+async def test_a_closed_worker_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ucx_environment("sm,self,tcp").items():
+        monkeypatch.setenv(name, value)
+    first = UcxWorker()
+    await first.close()
+    before = threads()
+    for _ in range(5):
+        worker = UcxWorker()
+        await worker.close()
+        await worker.close()
+    assert threads() <= before
+
+
+async def test_a_lane_that_ucx_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "carrier_pigeon")
+    with pytest.raises(TransportError, match="ucx_unavailable: UCX cannot start with this UCX_TLS: no_device"):
+        UcxWorker()
+
+
+async def test_without_a_compiler_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_library, "native_library", lambda *arguments: None)
+    ucx_worker._libraries.cache_clear()
+    with pytest.raises(SetupError, match=r"transfers need a C compiler .*gcc.*DECANT_CACHE"):
+        UcxWorker()
+    ucx_worker._libraries.cache_clear()
