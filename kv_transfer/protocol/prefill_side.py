@@ -224,6 +224,7 @@ def _gathered(turn: PrefillTurn, event: Gathered) -> None:
                 digests=transfer.digests.put(slot.parcel_index, event.digest),
             )
         )
+        turn.pump()
         return
     turn.sending = turn.sending.take(event.slot, SendingStep.DROP)
     if transfer.state is not PrefillState.SENDING:
