@@ -62,7 +62,7 @@ USER decant
 ENTRYPOINT ["decant"]
 CMD ["router"]
 
-# A compiler stays in: attention on CPUs is compiled for the machine that runs it. So does pip, which fetches the default model.
+# A compiler stays in: what drives UCX, and attention on CPUs, are compiled where they run. So does pip, which fetches the default model.
 FROM build AS node-cpu
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_TRUSTED_HOST
 ARG TORCH_VERSION=2.13.0

@@ -21,14 +21,14 @@ def request_key(attempt: AttemptId) -> RequestKey:
     return RequestKey(f"{attempt.request}/{attempt.attempt}")
 
 
-def refused_submission(message: node_pb2.Submit, vocabulary_size: int) -> str | None:
-    """Why this node will never serve it, as a name; None when it can be served."""
+def refused_submission(message: node_pb2.Submit, prompt: tuple[int, ...], vocabulary_size: int) -> str | None:
+    """Why this node will never serve it, as a name; None when it can be served. `prompt`: the message's token ids."""
     sampling = message.sampling
     if not 0 < len(message.request_id) <= LONGEST_REQUEST_ID or message.attempt < 1:
         return "invalid_request_id"
-    if not message.prompt_token_ids:
+    if not prompt:
         return "prompt_empty"
-    if max((*message.prompt_token_ids, *message.settled_token_ids)) >= vocabulary_size:
+    if max(prompt + tuple(message.settled_token_ids)) >= vocabulary_size:
         return "token_outside_vocabulary"
     if len(message.prefill_choices) > MOST_PREFILL_CHOICES:
         return "too_many_prefill_choices"
@@ -39,11 +39,12 @@ def refused_submission(message: node_pb2.Submit, vocabulary_size: int) -> str | 
     return None if unsound_sampling(sampling, vocabulary_size) is None else "invalid_sampling"
 
 
-def start_engine_request(key: RequestKey, message: node_pb2.Submit, await_kv: bool) -> Submit:
+def start_engine_request(key: RequestKey, message: node_pb2.Submit, prompt: tuple[int, ...], await_kv: bool) -> Submit:
+    """`prompt`: the message's token ids."""
     fork_of = request_key(AttemptId(RequestId(message.fork_of), message.fork_attempt)) if message.fork_of else None
     return Submit(
         key=key,
-        prompt=tuple(message.prompt_token_ids),
+        prompt=prompt,
         sampling=sampling_from_wire(message.sampling),
         mode=Mode.AWAIT_KV if await_kv else Mode.GENERATE,
         settled=tuple(message.settled_token_ids),

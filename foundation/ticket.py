@@ -63,9 +63,12 @@ class Ticket:
 
 def digest_of_tokens(prompt: tuple[int, ...], settled: tuple[int, ...]) -> bytes:
     """blake2b over the token ids as little-endian 64-bit numbers, the prompt's length first."""
-    words = array("q", (len(prompt), *prompt, *settled))
-    assert words.itemsize == 8
-    return blake2b(words.tobytes(), digest_size=DIGEST_BYTES).digest()
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for numbers in ((len(prompt),), prompt, settled):
+        words = array("Q", numbers)  # "q" takes three times as long
+        assert words.itemsize == 8
+        digest.update(words)
+    return digest.digest()
 
 
 def digest_of_fingerprint(fingerprint: Fingerprint) -> bytes:

@@ -20,7 +20,7 @@ from foundation.log import get_logger, naming
 from kv_transfer.arena import StagingMemory
 from kv_transfer.control_client import ControlClient
 from kv_transfer.data_sessions import DataSessions
-from kv_transfer.digest import TRAILER_BYTES, DigestSeeds
+from kv_transfer.digest import TRAILER_BYTES, DigestSeeds, TokenHistory
 from kv_transfer.driver import (
     Clockwork,
     NodeIdentity,
@@ -65,9 +65,9 @@ _SLOT_METRIC = {
 
 @dataclass(slots=True)
 class _Inbound:
-    """What a live transfer needs beside its state."""
+    """What a live transfer needs beside its state. `history`: prompt and settled tokens."""
 
-    request: BeginTransfer
+    history: TokenHistory
     begun_s: float
     blocks: TransferBlocks = NO_BLOCKS
     seeds: DigestSeeds | None = None
@@ -161,8 +161,10 @@ class DecodeDriver:
     # From the node.
 
     def begin(self, request: BeginTransfer) -> None:
-        self._inbound[request.transfer] = _Inbound(request, self._loop.time())
+        history = TokenHistory(request.prompt + request.settled)
+        self._inbound[request.transfer] = _Inbound(history, self._loop.time())
         self._pump.emit(on.Begin(request))
+        self._loop.call_soon(history.hash_until, 0)  # while P computes, not before the first parcel
 
     def reserved(
         self, transfer: TransferId, block_ids: Sequence[BlockId], from_position: int, end_position: int
@@ -304,14 +306,13 @@ class DecodeDriver:
 
     def _seeds(self, effect: do.Scatter, inbound: _Inbound) -> DigestSeeds:
         if inbound.seeds is None:
-            request, identity = inbound.request, self._identity
             inbound.seeds = DigestSeeds(
                 effect.transfer,
                 self._side.arenas[effect.session].incarnation,
-                identity.incarnation,
+                self._identity.incarnation,
                 self._landings.nonce(effect.session),
-                identity.fingerprint,
-                request.prompt + request.settled,
+                self._identity.fingerprint,
+                inbound.history,
             )
         return inbound.seeds
 

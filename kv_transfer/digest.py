@@ -16,6 +16,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ def message_bytes(payload_bytes: int) -> int:
 class DigestSeeds:
     """Seeds of one transfer's parcels, equal on both sides if and only if they mean the same transfer.
 
-    `token_ids`: prompt, then settled tokens: the history whose KV travels.
+    `history`: prompt, then settled tokens: whose KV travels.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class DigestSeeds:
         decode: Incarnation,
         nonce: SessionNonce,
         fingerprint: Fingerprint,
-        token_ids: Sequence[int],
+        history: TokenHistory,
     ) -> None:
         self._identity = _identity(transfer, prefill, decode, nonce, fingerprint)
-        self._history = TokenHistory(token_ids)
+        self._history = history
 
     def seed(self, number: CreditNumber, parcel: ParcelName, payload_bytes: int) -> int:
         """64-bit seed for the parcel that this credit carries."""
@@ -62,18 +63,23 @@ class DigestSeeds:
 
 
 class TokenHistory:
-    """Hash of a token history up to any position. Asked for in rising order, each token is hashed once."""
+    """Hash of a token history up to any position. Asked for in rising order, each token is hashed once. The first answer, also
+    one for 0, is the one that takes long."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        self._tokens = np.asarray(array("I", token_ids), dtype="<u4")  # numpy alone takes three times as long
+        self.token_ids = token_ids
         self._hasher = xxhash.xxh3_64()
         self._end = 0
 
+    @cached_property
+    def _words(self) -> npt.NDArray[np.uint32]:
+        return np.asarray(array("I", self.token_ids), dtype="<u4")  # numpy alone takes three times as long
+
     def hash_until(self, end: int) -> int:
-        assert 0 <= end <= len(self._tokens), f"position {end} lies beyond a history of {len(self._tokens)} tokens"
+        assert 0 <= end <= len(self._words), f"position {end} lies beyond a history of {len(self._words)} tokens"
         if end < self._end:
             self._hasher, self._end = xxhash.xxh3_64(), 0
-        self._hasher.update(self._tokens[self._end : end].tobytes())
+        self._hasher.update(self._words[self._end : end].tobytes())
         self._end = end
         return self._hasher.intdigest()
 
@@ -81,10 +87,15 @@ class TokenHistory:
 def _identity(
     transfer: TransferId, prefill: Incarnation, decode: Incarnation, nonce: SessionNonce, fingerprint: Fingerprint
 ) -> int:
-    agreed = [f"{field.name}={getattr(fingerprint, field.name)!r}" for field in fields(fingerprint)]
-    text = "\0".join([transfer.request, *agreed]).encode()
+    text = f"{transfer.request}\0{_agreed(fingerprint)}".encode()
     numbers = struct.pack("<QQQQQ", transfer.attempt, transfer.try_number, prefill, decode, nonce)
     return xxhash.xxh3_64_intdigest(numbers + text)
+
+
+@lru_cache(maxsize=4)
+def _agreed(fingerprint: Fingerprint) -> str:
+    """The same for all transfers of a node."""
+    return "\0".join(f"{field.name}={getattr(fingerprint, field.name)!r}" for field in fields(fingerprint))
 
 
 def payload_digest(seed: int, payload: npt.NDArray[np.uint8]) -> int:

@@ -23,7 +23,7 @@ from foundation.log import get_logger
 from kv_transfer.arena import Arena, StagingMemory
 from kv_transfer.control_server import ControlServer
 from kv_transfer.data_sessions import DataSessions
-from kv_transfer.digest import TRAILER_BYTES, DigestSeeds
+from kv_transfer.digest import TRAILER_BYTES, DigestSeeds, TokenHistory
 from kv_transfer.driver import (
     SELF_TEST_LIMIT_S,
     Clockwork,
@@ -69,9 +69,9 @@ NO_NONCE = SessionNonce(0)
 
 @dataclass(slots=True)
 class _Outbound:
-    """What a live transfer needs beside its state. `request` is what D asked for."""
+    """What a live transfer needs beside its state. `history`: prompt and settled tokens, as D asked for them."""
 
-    request: PrefillRequest
+    history: TokenHistory
     begun_s: float
     blocks: TransferBlocks = NO_BLOCKS
     seeds: DigestSeeds | None = None
@@ -190,6 +190,7 @@ class PrefillDriver:
         if outbound is not None:
             outbound.blocks = TransferBlocks.of(block_ids, owner_words)
             self._pump.emit(on.PrefillReserved(transfer, cached_positions, expected_positions))
+            self._loop.call_soon(outbound.history.hash_until, 0)  # while D reserves, not before the first parcel
 
     def layers_computed(self, transfer: TransferId, positions: int, end_layer: int) -> None:
         self._pump.emit(on.LayersComputed(transfer, positions, end_layer))
@@ -270,7 +271,7 @@ class PrefillDriver:
         request = PrefillRequest(
             ask.transfer, ask.prompt, ask.settled, ask.sampling, ask.choices, ask.deadline_s, ask.traceparent
         )
-        self._outbound[ask.transfer] = _Outbound(request, self._loop.time())
+        self._outbound[ask.transfer] = _Outbound(TokenHistory(ask.prompt + ask.settled), self._loop.time())
         self._listener.prefill(request)
 
     # Sessions.
@@ -320,14 +321,13 @@ class PrefillDriver:
         if outbound.seeds is None:
             nonce = self._side.transfers[effect.transfer].nonce
             assert nonce is not None, f"{effect.transfer} is gathered before its credits"
-            identity, request = self._identity, outbound.request
             outbound.seeds = DigestSeeds(
                 effect.transfer,
-                identity.incarnation,
+                self._identity.incarnation,
                 self._side.peers[effect.peer].incarnation,
                 nonce,
-                identity.fingerprint,
-                request.prompt + request.settled,
+                self._identity.fingerprint,
+                outbound.history,
             )
         return outbound.seeds
 

@@ -149,7 +149,7 @@ class PrefillService:
             return "invalid_sampling", 0.0
         if not request.prompt:
             return "prompt_empty", 0.0
-        if max((*request.prompt, *request.settled)) >= self._vocabulary_size:
+        if max(request.prompt + request.settled) >= self._vocabulary_size:
             return "token_outside_vocabulary", 0.0
         return None, 0.0
 

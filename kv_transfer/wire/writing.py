@@ -18,8 +18,7 @@ LONGEST_MS = 0xFFFF_FFFF
 def write_envelope(envelope: messages.Envelope) -> bytes:
     """Bytes of one message. Our own messages are in range: a ValueError here is a bug."""
     kind, body = _body(envelope.message)
-    wire = transfer_pb2.ControlMessage(sender=envelope.sender, addressee=envelope.addressee)
-    getattr(wire, kind).CopyFrom(body)
+    wire = transfer_pb2.ControlMessage(sender=envelope.sender, addressee=envelope.addressee, **{kind: body})
     return wire.SerializeToString()
 
 
@@ -49,6 +48,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _body(message: messages.Message) -> tuple[str, Any]:
+    """The field's name, and what it holds: a message, or its fields."""
     match message:
         case messages.Hello():
             return "hello", _write_hello(message)
@@ -82,16 +82,16 @@ def _from_decode(message: messages.FromDecode) -> tuple[str, Any]:
     transfer = _wire_transfer(message.transfer)
     match message:
         case messages.Ask():
-            return "ask", transfer_pb2.Ask(
-                transfer=transfer,
-                ticket=message.ticket,
-                prompt_token_ids=message.prompt,
-                settled_token_ids=message.settled,
-                sampling=types_pb2.SamplingParameters.FromString(message.sampling),
-                choices=message.choices,
-                deadline_ms=_milliseconds(message.deadline_s),
-                traceparent=message.traceparent,
-            )
+            return "ask", {  # a message would be copied once more, and a prompt can be long
+                "transfer": transfer,
+                "ticket": message.ticket,
+                "prompt_token_ids": message.prompt,
+                "settled_token_ids": message.settled,
+                "sampling": types_pb2.SamplingParameters.FromString(message.sampling),
+                "choices": message.choices,
+                "deadline_ms": _milliseconds(message.deadline_s),
+                "traceparent": message.traceparent,
+            }
         case messages.Credits():
             return "credits", transfer_pb2.Credits(
                 transfer=transfer,

@@ -250,9 +250,10 @@ def _as_proto(kind: type[Message], take: Callable[[Any], bool]) -> Callable[[byt
 def _submission(message: Any) -> bool:
     if message.WhichOneof("message") != "submit":
         return False
-    if refused_submission(message.submit, VOCABULARY) is not None:
+    prompt = tuple(message.submit.prompt_token_ids)
+    if refused_submission(message.submit, prompt, VOCABULARY) is not None:
         return False
-    start_engine_request(RequestKey("r/1"), message.submit, await_kv=True)
+    start_engine_request(RequestKey("r/1"), message.submit, prompt, await_kv=True)
     return True
 
 

@@ -154,7 +154,7 @@ class Books:
         if positions == 0 or inbound is None or not len(inbound.blocks.ids):
             return
         life = self.lives[process]
-        history = (inbound.request.prompt + inbound.request.settled)[:positions]
+        history = inbound.history.token_ids[:positions]
         stands = ToyPool(life.storage).read(inbound.blocks.ids.astype(np.int32), positions)
         should = toy_kv(history, np.arange(positions), life.machine.layout)
         self.require(np.array_equal(stands, should), f"I2: {positions} positions of {transfer} count, but differ")

@@ -55,9 +55,9 @@ def _all_is_verified(self: Any) -> int:
     return int(self.end_position)
 
 
-def _without_what_was_settled(key: Any, message: Any, await_kv: bool) -> Any:
+def _without_what_was_settled(key: Any, message: Any, prompt: Any, await_kv: bool) -> Any:
     """A stream that goes on here starts anew."""
-    return replace(_real_start(key, message, await_kv), settled=())
+    return replace(_real_start(key, message, prompt, await_kv), settled=())
 
 
 def _one_block_too_many(self: Any, chain: Any) -> Any:

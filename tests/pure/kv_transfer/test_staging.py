@@ -102,7 +102,7 @@ def test_the_seed_depends_on_everything_that_names_the_parcel() -> None:
         size: int = 512,
     ) -> int:
         seeds = DigestSeeds(
-            transfer, Incarnation(prefill), Incarnation(decode), SessionNonce(nonce), fingerprint, tokens
+            transfer, Incarnation(prefill), Incarnation(decode), SessionNonce(nonce), fingerprint, TokenHistory(tokens)
         )
         return seeds.seed(CreditNumber(number), parcel, size)
 
@@ -125,10 +125,17 @@ def test_the_seed_depends_on_everything_that_names_the_parcel() -> None:
     assert seed(tokens=[*tokens[:8], 99]) == seed(), "tokens beyond the parcel are none of its business"
 
 
+def test_a_seed_is_what_nodes_of_every_version_have() -> None:
+    pair = Incarnation(3), Incarnation(4), SessionNonce(5)
+    history = TokenHistory((0, 1, 70_000, 2**32 - 1))
+    seeds = DigestSeeds(TransferId(RequestId("r"), 1, 2), *pair, replace(FINGERPRINT, kv_dtype="bfloat16"), history)
+    assert seeds.seed(CreditNumber(6), ParcelName(0, 4, 0, 2, 0, 2), 512) == 0xBDDE2DD07FAC0FD
+
+
 def test_the_hash_of_a_history_does_not_depend_on_what_was_asked_before() -> None:
     tokens = list(range(50))
     stepwise, direct = TokenHistory(tokens), TokenHistory(tokens)
-    for end in (3, 10, 7, 50):
+    for end in (0, 3, 10, 7, 50):
         assert stepwise.hash_until(end) == TokenHistory(tokens[:end]).hash_until(end)
     assert direct.hash_until(50) == stepwise.hash_until(50)
 

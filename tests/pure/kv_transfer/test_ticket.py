@@ -142,6 +142,10 @@ def test_digests_keep_prompt_and_settled_and_neighbouring_fields_apart() -> None
     )
 
 
+def test_a_digest_of_tokens_is_what_routers_and_nodes_of_every_version_have() -> None:
+    assert digest_of_tokens((0, 1, 70_000, 2**32 - 1), (5,)).hex() == "f4eb131fa76f53f5a1b16065d9d9bab2"
+
+
 def test_a_key_file_is_private_and_comes_back_whole_and_never_shows_a_key(tmp_path: Path) -> None:
     master = draw_master_keys()
     path = tmp_path / "key"
