@@ -20,6 +20,9 @@ from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.sending import SendingSlots
 from kv_transfer.protocol.table import Table
 
+GATHERS_A_TURN = 2
+"""Each that ends begins as many: asked for at once, all gathers of a long prompt would keep its first parcel from being sent."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClosingSession:
@@ -113,14 +116,16 @@ class PrefillTurn:
         return transfer.sealed_message(self.local.digest_of_all(digests))
 
     def pump(self) -> None:
-        """Gather, oldest transfer first, each in parcel order, while sending slots last."""
+        """Gather a little more, oldest transfer first, each in parcel order, while sending slots last."""
         ready = [transfer for transfer in self.transfers.values() if transfer.next_is_ready]
+        left = GATHERS_A_TURN
         for transfer in sorted(ready, key=lambda transfer: transfer.turn):
             peer = self.peer_of(transfer)
             if peer is None or not peer.lane_open:
                 continue
-            while transfer.next_is_ready and self.sending.available(transfer.session):
+            while left and transfer.next_is_ready and self.sending.available(transfer.session):
                 transfer = self._gather(transfer)
+                left -= 1
 
     def _gather(self, transfer: PrefillTransfer) -> PrefillTransfer:
         index = transfer.gathering

@@ -1,5 +1,4 @@
 """P's sending slots: shared by all its sessions, each at most `slots_per_session` of them, so that a hung D holds only its share.
-At most GATHERS_AT_ONCE are being gathered.
 
     FREE -> GATHERING -> SENDING -> FREE
             GATHERING -> FREE            the transfer ended, or the gather refused its source
@@ -17,11 +16,6 @@ from foundation.ids import CreditNumber, RequestId, SlotIndex, TransferId
 from kv_transfer.protocol.record import replace
 from kv_transfer.protocol.state import State
 from kv_transfer.protocol.table import Table
-
-
-GATHERS_AT_ONCE = 3
-"""One that is copied, one that waits behind it, one more for a host that is late. Asked for all at once, the gathers of a long
-prompt would keep the first from being sent."""
 
 
 class SendingState(State):
@@ -61,19 +55,14 @@ FREE_SENDING_SLOT = SendingSlot(SendingState.FREE, 0, TransferId(RequestId(""), 
 
 @dataclass(frozen=True, slots=True)
 class SendingSlots:
-    """`free` names the free slots, the lowest first, `held` those of each session: a parcel's events look at no other.
-    `gathering` counts the open gathers."""
+    """`free` names the free slots, the lowest first, `held` those of each session: a parcel's events look at no other."""
 
     slots_per_session: int
     slots: tuple[SendingSlot, ...]
     free: tuple[SlotIndex, ...]
     held: Table[int, tuple[SlotIndex, ...]] = field(default_factory=Table)
-    gathering: int = 0
 
     def available(self, session: int) -> bool:
-        """For one more gather."""
-        if self.gathering >= GATHERS_AT_ONCE:
-            return False
         return bool(self.free) and len(self._held(session)) < self.slots_per_session
 
     def gather(
@@ -86,23 +75,20 @@ class SendingSlots:
             slots=self._slots_with(index, SendingSlot(state, session, transfer, parcel_index, credit)),
             free=self.free[1:],
             held=self.held.put(session, _sorted(*self._held(session), index)),
-            gathering=self.gathering + 1,
         )
         return gathering, index
 
     def take(self, index: SlotIndex, step: SendingStep) -> SendingSlots:
         slot = self.slots[index]
         state = _step(slot.state, step)
-        gathering = self.gathering - (slot.state is SendingState.GATHERING)
         if state is not SendingState.FREE:
-            return replace(self, slots=self._slots_with(index, replace(slot, state=state)), gathering=gathering)
+            return replace(self, slots=self._slots_with(index, replace(slot, state=state)))
         others = tuple(held for held in self._held(slot.session) if held != index)
         return replace(
             self,
             slots=self._slots_with(index, FREE_SENDING_SLOT),
             free=_sorted(*self.free, index),
             held=self.held.put(slot.session, others) if others else self.held.drop(slot.session),
-            gathering=gathering,
         )
 
     def fence(self, session: int) -> SendingSlots:
@@ -123,7 +109,6 @@ class SendingSlots:
 
     def check(self) -> None:
         """Every slot is free or its session's, and stands in one place."""
-        assert self.gathering == sum(slot.state is SendingState.GATHERING for slot in self.slots) <= GATHERS_AT_ONCE
         held = ((index, session) for session, indexes in self.held.items() for index in indexes)
         assert sorted((*held, *((index, 0) for index in self.free))) == [
             (index, slot.session) for index, slot in enumerate(self.slots)
