@@ -35,8 +35,8 @@ def native_library(
 
 
 class NativeCalls(NamedTuple):
-    """One library twice: `slow` for calls that may wait; `quick` for calls of a microsecond, which keep the interpreter: to let it
-    go and get it back is what would cost."""
+    """One library twice: `slow` for calls that may wait; `quick` for calls of a microsecond, which keep the interpreter, since to
+    let it go and get it back is what would cost."""
 
     slow: ctypes.CDLL
     quick: ctypes.PyDLL

@@ -197,7 +197,7 @@ class Transport(Protocol):
 
     async def dial(self, address: str, session: int, lost: LostCallback, deadline_s: float) -> DataSession:
         """D: connect to P's data address and say which session this is. Raises TransportError (`unreachable`,
-        `not_expected`, `dial_timeout`)."""
+        `not_expected`, `dial_timeout`, `garbage`; `closed` when this transport is closed meanwhile)."""
 
     async def close(self) -> None:
         """Close every session and the listener."""

@@ -1,7 +1,10 @@
 """What one side of a session must know to reach the other: the address of its UCX worker, and handles of the GPU memory that it
 sends from and receives into.
 
-    handles u16 | 64 bytes each | worker address
+    crc32 of what follows u32 | handles u16 | 64 bytes each | worker address
+
+UCX takes the address of a worker as it is: one that is cut off or damaged ends this process, by an assertion or by what lies
+behind it in memory.
 
 Must not know: ucxx, CUDA, sessions.
 """
@@ -9,12 +12,14 @@ Must not know: ucxx, CUDA, sessions.
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import dataclass
 
 from kv_transfer.transport.base import TransportError
 
 HANDLE_BYTES = 64
 HANDLES_AT_MOST = 64
+_CHECK = struct.Struct("<I")
 _COUNT = struct.Struct("<H")
 
 
@@ -25,14 +30,18 @@ class Contact:
 
     def to_bytes(self) -> bytes:
         assert len(self.memory_handles) <= HANDLES_AT_MOST, f"{len(self.memory_handles)} allocations are exported"
-        return _COUNT.pack(len(self.memory_handles)) + b"".join(self.memory_handles) + self.worker_address
+        said = _COUNT.pack(len(self.memory_handles)) + b"".join(self.memory_handles) + self.worker_address
+        return _CHECK.pack(zlib.crc32(said)) + said
 
 
 def read_contact(text: bytes) -> Contact:
     """Raises TransportError (`garbage`)."""
-    count = _COUNT.unpack_from(text)[0] if len(text) > _COUNT.size else HANDLES_AT_MOST + 1
+    check, said = text[: _CHECK.size], text[_CHECK.size :]
+    if check != _CHECK.pack(zlib.crc32(said)):
+        raise TransportError("garbage", f"a contact of {len(text)} bytes that was damaged on its way")
+    count = _COUNT.unpack_from(said)[0] if len(said) > _COUNT.size else HANDLES_AT_MOST + 1
     end = _COUNT.size + count * HANDLE_BYTES
-    if count > HANDLES_AT_MOST or len(text) <= end:
+    if count > HANDLES_AT_MOST or len(said) <= end:
         raise TransportError("garbage", f"a contact of {len(text)} bytes that should name {count} pieces of memory")
-    handles = tuple(text[first : first + HANDLE_BYTES] for first in range(_COUNT.size, end, HANDLE_BYTES))
-    return Contact(text[end:], handles)
+    handles = tuple(said[first : first + HANDLE_BYTES] for first in range(_COUNT.size, end, HANDLE_BYTES))
+    return Contact(said[end:], handles)

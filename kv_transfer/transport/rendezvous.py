@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from kv_transfer.transport.base import TransportError
 
-MAGIC = b"DECANT\x00\x01"
+MAGIC = b"DECANT\x00\x02"
 ADDRESS_LIMIT_BYTES = 64 * 1024
 HANDSHAKE_LIMIT_S = 5.0
 

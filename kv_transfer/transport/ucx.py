@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +122,8 @@ class UcxSession:
         self._receives[tag] = _Operation(self._endpoint.receive(tag, buffer, partial(self._received, tag)), done)
 
     def cancel_unused(self, tag: Tag) -> None:
-        if operation := self._receives.get(tag):
+        operation = self._receives.get(tag)
+        if operation is not None and self._closing is None:  # closing cancels it, too
             operation.withdrawn = True
             self._endpoint.cancel(operation.number)
 
@@ -207,6 +208,9 @@ class UcxTransport:
         self.worker = UcxWorker(device)
         self._mapping = ThreadPoolExecutor(1, "peer-memory")
         self._sessions: set[UcxSession] = set()
+        self._meetings: dict[asyncio.Timeout, asyncio.Future[None]] = {}
+        """With callers, and those that are dialled: when each is given up, which is at once when this is closed, and its end."""
+        self._closed = False
         self._expected: dict[int, tuple[asyncio.Future[DataSession], LostCallback]] = {}
         self._server: asyncio.Server | None = None
         self._handshakes = 0
@@ -227,17 +231,22 @@ class UcxTransport:
     async def dial(self, address: str, session: int, lost: LostCallback, deadline_s: float) -> DataSession:
         call = Call(session, secrets.randbits(63) << 1, self._contact())
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._meeting(deadline_s):
                 contact, lifeline = await place_call(address, call)
                 return await self._open(call, contact, lifeline, lost)
         except TimeoutError as error:
             raise TransportError("dial_timeout", f"{address} did not greet within {deadline_s} s") from error
 
     async def close(self) -> None:
+        self._closed = True
         if self._server is not None:
             self._server.close()
         for arrived, _ in list(self._expected.values()):
             arrived.cancel()
+        for limit in self._meetings:
+            if not limit.expired():
+                limit.reschedule(0)
+        await asyncio.gather(*self._meetings.values())
         await asyncio.gather(*(session.close() for session in self._sessions))
         await self.worker.close()
         self._mapping.shutdown(wait=False)
@@ -249,7 +258,7 @@ class UcxTransport:
             return refuse(writer)
         self._handshakes += 1
         try:
-            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+            async with self._meeting(HANDSHAKE_LIMIT_S):
                 await self._admit(await read_call(reader), reader, writer)
         except (TransportError, TimeoutError):
             self.strangers_refused += 1
@@ -257,6 +266,22 @@ class UcxTransport:
         finally:
             self._handshakes -= 1
         return None
+
+    @contextlib.asynccontextmanager
+    async def _meeting(self, limit_s: float) -> AsyncIterator[None]:
+        """Until a session stands. Raises TimeoutError, TransportError (`closed`)."""
+        over = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(0 if self._closed else limit_s) as limit:
+                self._meetings[limit] = over
+                yield
+        except TimeoutError:
+            if self._closed:
+                raise TransportError("closed", "this side has ended") from None
+            raise
+        finally:
+            del self._meetings[limit]
+            over.set_result(None)
 
     async def _admit(self, call: Call, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         arrived, lost = self._expected.pop(call.session, (None, None))

@@ -61,6 +61,8 @@ def ucx_environment(
         "UCX_MEMTYPE_CACHE": "n",
         # Signal handlers belong to Python.
         "UCX_ERROR_SIGNALS": "",
+        # Where our logs go. What it says of a late message, say, would come amid what a process answers on its stdout.
+        "UCX_LOG_FILE": "stderr",
         "UCX_WARN_UNUSED_ENV_VARS": "n",
     }
     if lanes != "tcp":

@@ -399,9 +399,10 @@ static ucs_status_t start(struct worker *w)
     };
     status = ucp_worker_create(w->context, &worker_params, &w->worker);
     if (status == UCS_OK) {
-        status = ucp_worker_get_address(w->worker, &w->address, &w->address_length);
-        if (status == UCS_OK && !w->polls)
+        if (!w->polls)
             status = ucp_worker_get_efd(w->worker, &w->event_fd);
+        if (status == UCS_OK)
+            status = ucp_worker_get_address(w->worker, &w->address, &w->address_length);
         if (status == UCS_OK)
             return UCS_OK;
         ucp_worker_destroy(w->worker);

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 from foundation.native_library import native_calls
 from kv_transfer.transport.base import Bytes, TransportError
@@ -69,19 +70,22 @@ def status_name(status: int) -> str:
 Ended = Callable[[int, int], None]
 """What hears of any order: its status, and its value."""
 
+Read = TypeVar("Read")
+
 
 class _Outcome(ctypes.Structure):
     _fields_ = (("number", ctypes.c_uint64), ("value", ctypes.c_uint64), ("status", ctypes.c_int64))
 
 
 class UcxEndpoint:
-    """The way to one peer's worker. Nothing may be asked of it once `destroy` has been called."""
+    """The way to one peer's worker. Nothing may be asked of it once `destroy` or `abandon` has been called: what it was lies in
+    memory that is given back as soon as the last operation has ended, which is told later."""
 
     def __init__(self, worker: UcxWorker, handle: int, number: int, failed: asyncio.Future[None]) -> None:
         """`failed` is done when it has failed, unless it is destroyed before."""
         self.failed = failed
         self._worker = worker
-        self._handle = handle
+        self._standing: int | None = handle
         self._number = number
 
     def send(self, tag: int, buffer: Bytes, done: Done) -> int:
@@ -97,17 +101,25 @@ class UcxEndpoint:
 
     def abandon(self) -> None:
         """As `destroy`, which nobody waits for."""
-        self._worker.forget(self._number)
-        self._worker.order(_DESTROY, self._handle)
+        self._worker.order(_DESTROY, self._last_handle())
 
     async def destroy(self) -> None:
         """Never waits for the peer. UCX cancels what is under way, as far as it can, and tells of each how it ended."""
-        self._worker.forget(self._number)
-        await self._worker.ask(_DESTROY, self._handle)
+        await self._worker.ask(_DESTROY, self._last_handle(), read=int)
 
     async def describe(self) -> str:
         """What ucp_ep_print_info says."""
-        return _taken_text(await self._worker.ask(_DESCRIBE, self._handle))
+        return await self._worker.ask(_DESCRIBE, self._handle, read=_taken_text)
+
+    @property
+    def _handle(self) -> int:
+        assert self._standing is not None, "this endpoint is destroyed"
+        return self._standing
+
+    def _last_handle(self) -> int:
+        handle, self._standing = self._handle, None
+        self._worker.forget(self._number)
+        return handle
 
 
 class UcxWorker:
@@ -177,15 +189,18 @@ class UcxWorker:
 
         Large ones hold no memory here and end with their endpoint.
         """
-        return await self.ask(_DROP_STRAYS, None, tag, mask)
+        return await self.ask(_DROP_STRAYS, None, tag, mask, read=int)
 
-    async def ask(self, kind: int, endpoint: int | None, tag: int = 0, length: int = 0) -> int:
-        """The value of the order's outcome."""
-        answer: asyncio.Future[int] = self._loop.create_future()
+    async def ask(
+        self, kind: int, endpoint: int | None, tag: int = 0, length: int = 0, *, read: Callable[[int], Read]
+    ) -> Read:
+        """The value of the order's outcome, which is read also when nobody waits for it any more."""
+        answer: asyncio.Future[Read] = self._loop.create_future()
 
         def ended(status: int, value: int) -> None:
+            found = read(value)
             if not answer.done():
-                answer.set_result(value)
+                answer.set_result(found)
 
         self.order(kind, endpoint, tag, length=length, ended=ended)
         return await answer
@@ -209,10 +224,11 @@ class UcxWorker:
         return number
 
     async def close(self) -> None:
-        """Every endpoint must be destroyed before."""
-        if self._end.alive:
+        """Every endpoint must be destroyed before. From the call on nothing may be asked of it."""
+        if ending := self._end.detach():
+            _, close, arguments, _ = ending
             self._loop.remove_reader(self._fd)
-            await asyncio.to_thread(self._end)
+            await asyncio.to_thread(close, *arguments)
 
     def _take(self) -> None:
         if self._end.alive:

@@ -29,6 +29,7 @@ from kv_transfer.transport.base import (
     credit_tag,
 )
 from kv_transfer.transport.memory_network import FENCED, READS, WRITES
+from kv_transfer.transport.rendezvous import MAGIC
 from kv_transfer.transport.self_test import measure_lane
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -301,7 +302,7 @@ async def test_f17_garbage_on_the_data_port_ends_only_its_own_connection(world: 
     address = await world.listen()
     host, port = address.split(":")
     near = await Near.dial(world, address)
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"DECANT\x00\x01" + b"\xff" * 64, b"\x00"):
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), MAGIC + b"\xff" * 64, b"\x00"):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(garbage)
         writer.write_eof()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +21,25 @@ from kv_transfer.transport.ucx_worker import CANCELED, OK, UcxEndpoint, UcxWorke
 pytestmark = pytest.mark.sockets
 
 TAG = 0xABC
+LEAVES_A_MESSAGE = """
+import asyncio
+import numpy as np
+from kv_transfer.transport.ucx_environment import apply_ucx_environment, ucx_environment
+from kv_transfer.transport.ucx_worker import UcxWorker
+
+async def main() -> None:
+    apply_ucx_environment(ucx_environment("sm,self,tcp"))
+    worker = UcxWorker()
+    endpoint = await worker.endpoint(worker.address)
+    for tag in (1, 2):
+        endpoint.send(tag, np.zeros(8, np.uint8), lambda status: None)
+    while not await worker.drop_unexpected(2, -1):  # when that has come, the first has come as well
+        pass
+    await endpoint.destroy()
+    await worker.close()
+
+asyncio.run(main())
+"""
 Pair = tuple[UcxWorker, UcxWorker]
 
 
@@ -96,6 +117,82 @@ async def test_an_endpoint_that_nobody_waits_for_any_more_is_destroyed(pair: Pai
     await endpoint.destroy()
 
 
+async def test_nothing_is_asked_of_an_endpoint_that_is_destroyed(pair: Pair) -> None:
+    """Its memory is given back before its last outcome is told."""
+    here, there = pair
+    endpoint = await here.endpoint(there.address)
+    operation = endpoint.receive(TAG, np.zeros(8, np.uint8), lambda status: None)
+    destroying = asyncio.create_task(endpoint.destroy())
+    await asyncio.sleep(0)
+    with pytest.raises(AssertionError, match="destroyed"):
+        endpoint.cancel(operation)
+    await destroying
+    with pytest.raises(AssertionError, match="destroyed"):
+        await endpoint.destroy()
+
+
+async def test_nothing_is_asked_of_a_worker_once_its_closing_has_begun(pair: Pair) -> None:
+    here, there = pair
+    closing = asyncio.create_task(here.close())
+    await asyncio.sleep(0)
+    with pytest.raises(AssertionError, match="closed"):
+        await here.endpoint(there.address)
+    await closing
+
+
+async def test_what_an_endpoint_says_of_itself_is_given_back_also_when_nobody_waits(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = pair
+    endpoint = await here.endpoint(there.address)
+    read: list[str] = []
+    taken_text = ucx_worker._taken_text
+    monkeypatch.setattr(ucx_worker, "_taken_text", lambda pointer: read.append(taken_text(pointer)))
+    describing = asyncio.create_task(endpoint.describe())
+    await asyncio.sleep(0)
+    describing.cancel()
+    await endpoint.destroy()  # what comes later is done later
+    assert [text.startswith("#") for text in read] == [True]
+
+
+async def test_all_that_an_endpoint_has_open_ends_with_it(pair: Pair) -> None:
+    """Short and long, of both kinds, some of them matched."""
+    here, there = pair
+    out, back = await here.endpoint(there.address), await there.endpoint(here.address)
+    told: list[int] = []
+    buffers = np.zeros((2, 40, 1 << 20), np.uint8)
+    for tag, size in enumerate([0, 1, 5000, 1 << 20] * 10):
+        out.send(tag, buffers[0, tag][:size], told.append)
+        if tag % 3:
+            back.receive(tag, buffers[1, tag][:size], told.append)
+        out.receive(1000 + tag, buffers[1, tag][:size], told.append)
+    asked = 40 + 26 + 40
+    await asyncio.gather(out.destroy(), back.destroy())
+    async with asyncio.timeout(10):
+        while len(told) < asked:
+            await asyncio.sleep(0)
+    assert set(told) <= {OK, CANCELED}
+
+
+async def test_orders_wake_a_thread_that_is_just_falling_asleep(pair: Pair) -> None:
+    """One order at a time, each as soon as the last has ended: a wake-up that is lost stands still for ever."""
+    here, there = pair
+    out, back = await here.endpoint(there.address), await there.endpoint(here.address)
+    message = np.zeros(8, np.uint8)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(60):
+        for tag in range(3000):
+            landed: asyncio.Future[int] = loop.create_future()
+            sent: asyncio.Future[int] = loop.create_future()
+            back.receive(tag, message, landed.set_result)
+            if tag % 2:
+                await asyncio.sleep(0)
+            out.send(tag, message, sent.set_result)
+            assert set(await asyncio.gather(landed, sent)) == {OK}
+    await out.destroy()
+    await back.destroy()
+
+
 async def test_a_closed_worker_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ucx_environment("sm,self,tcp").items():
         monkeypatch.setenv(name, value)
@@ -107,6 +204,16 @@ async def test_a_closed_worker_has_no_thread(monkeypatch: pytest.MonkeyPatch) ->
         await worker.close()
         await worker.close()
     assert threads() <= before
+
+
+async def test_what_ucx_says_goes_where_our_logs_go() -> None:
+    """It says of a message that nobody takes that it was not matched."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LEAVES_A_MESSAGE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    said, logged = await child.communicate()
+    assert b"not matched" in logged
+    assert said == b""
 
 
 async def test_a_lane_that_ucx_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
