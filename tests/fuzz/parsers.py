@@ -40,6 +40,7 @@ from kv_transfer.protocol import messages as m
 from kv_transfer.staging import Scatter, Scattered, scatter
 from kv_transfer.transfer_blocks import TransferBlocks
 from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.contact import HANDLE_BYTES, Contact, read_contact
 from kv_transfer.transport.rendezvous import MAGIC, read_call
 from kv_transfer.wire.reading import WireRefusal, read_envelope
 from kv_transfer.wire.writing import write_envelope
@@ -143,6 +144,18 @@ def _data_port(raw: bytes) -> bool:
 
 
 @cache
+def _contact(raw: bytes) -> bool:
+    try:
+        contact = read_contact(raw)
+    except TransportError:
+        return False
+    assert contact.to_bytes() == raw
+    return True
+
+
+_CONTACT = Contact(bytes(range(1, 200)), (bytes([7]) * HANDLE_BYTES,)).to_bytes()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
@@ -353,6 +366,7 @@ def parsers() -> tuple[Parser, ...]:
         Parser("control messages", envelopes, _control_message),
         Parser("parcels", (_sealed_parcel(),), _parcel, refuses_damage=True),
         Parser("the data port's hello", (_CALL,), _data_port),
+        Parser("contacts", (_CONTACT,), _contact, refuses_damage=True),
         Parser("tickets", tickets, _ticket, refuses_damage=True),
         Parser("registry entries (Redis)", (registry_entry.encode(entry).encode(),), _registry_entry),
         Parser("registry entries (gRPC)", (ENTRY.SerializeToString(),), _as_proto(types_pb2.NodeEntry, _entry)),
