@@ -159,7 +159,7 @@ def _from_file(fields: Mapping[str, dataclasses.Field[Any]], path: str) -> dict[
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError("--config", f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that no calendar has; too many brackets
         raise ConfigurationError("--config", f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}

@@ -112,7 +112,19 @@ def test_an_unknown_key_of_the_file_is_refused_with_the_file_and_the_nearest_key
     assert message == f"size-byte (in {config_file}): unknown option; did you mean size-bytes?"
 
 
-@pytest.mark.parametrize("content", ["[1, 2]", "a: b: c", "just text", "count: [1]", "count: {a: 1}", "count: true"])
+WRONG_SHAPES = [
+    "[1, 2]",
+    "a: b: c",
+    "just text",
+    "count: [1]",
+    "count: {a: 1}",
+    "count: true",
+    "count: 2001-99-99",
+    "[" * 5000,
+]
+
+
+@pytest.mark.parametrize("content", WRONG_SHAPES)
 def test_a_file_of_the_wrong_shape_is_refused(config_file: Path, content: str) -> None:
     config_file.write_text(content)
     message = refusal("--name=x", "--config", str(config_file))
