@@ -114,17 +114,24 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _lanes() -> Iterator[Finding]:
     """What UCX could use here. Which lane a pair takes, and how fast it is, is measured when they pair."""
-    from kv_transfer.transport.base import TransportError
-
     try:
-        from kv_transfer.transport.ucx_worker import transports_described, ucx_version
-
-        transports, version = transports_of(transports_described()), ucx_version()
-    except (ImportError, TransportError, SetupError) as error:
+        transports, version = _ucx_here()
+    except (ImportError, SetupError) as error:
         yield Finding(Grade.FAILS, "ucx", f"cannot be used: {error}")
         return
     yield Finding(Grade.OK, "ucx", f"UCX {version}; transports here: {', '.join(sorted(transports)) or 'none'}")
     yield lane_finding(transports)
+
+
+def _ucx_here() -> tuple[set[str], str]:
+    """Transports and version. Raises ImportError where only a router is installed, SetupError."""
+    from kv_transfer.transport.base import TransportError
+    from kv_transfer.transport.ucx_worker import transports_described, ucx_version
+
+    try:
+        return transports_of(transports_described()), ucx_version()
+    except TransportError as error:
+        raise SetupError(str(error)) from error
 
 
 def transports_of(context_information: str) -> set[str]:

@@ -18,13 +18,12 @@ from decant_proto.v1 import node_pb2, types_pb2
 
 from decode_node import inbound_events as on
 from decode_node.attempt_trace import AttemptTrace
-from decode_node.inbound import Facts, Inbound, Phase, handle, new_inbound
+from decode_node.inbound import Inbound, Phase, handle, new_inbound
 from decode_node.lane_rates import LaneRates
-from decode_node.submission import refused_submission, request_key, start_engine_request
+from decode_node.submission import facts_of, refused_submission, request_key, start_engine_request
 from engine import port as engine_port
 from engine.config import EngineConfig
 from engine.port import Cancel, EngineEvent, FinishReason, ReserveKv, StartFromKv
-from engine.request import finish_rules
 from foundation.ids import AttemptId, NodeId, RequestId, TransferId
 from foundation.log import get_logger, naming
 from foundation.metrics import LOCAL_PREFILL_REASONS, NodeMetrics
@@ -33,7 +32,7 @@ from kv_transfer.port import BeginTransfer, DecodeTransfers, SettledToken, Trans
 from node.detail import RecentFailures
 from node.health import LaneHealth
 from node.router_stream import Attachment
-from node.wire import FINISH_REASONS, sampling_from_wire, token_to_wire
+from node.wire import FINISH_REASONS, token_to_wire
 
 DEFAULT_DEADLINE_S = 600.0
 ATTEMPTS_A_SEAT = 8
@@ -150,15 +149,7 @@ class DecodeService:
     def _open(
         self, attachment: Attachment, attempt_id: AttemptId, message: node_pb2.Submit, prompt: tuple[int, ...]
     ) -> None:
-        sampling = sampling_from_wire(message.sampling)
-        facts = Facts(
-            settled_length=len(message.settled_token_ids),
-            prefill_choices=len(message.prefill_choices),
-            block_size=self._config.block_size,
-            rules=finish_rules(len(prompt), sampling, self._config),
-            local_reason=message.local_reason or "no_prefill_node",
-            forks=bool(message.fork_of),
-        )
+        facts = facts_of(message, prompt, self._config)
         deadline_s = message.deadline_ms / 1000 or DEFAULT_DEADLINE_S
         now = self._loop.time()
         trace = AttemptTrace(self._tracer, attempt_id, message)

@@ -1,4 +1,4 @@
-"""What a router's Submit must be before a decode node takes it, and what it is for the engine.
+"""What a router's Submit must be before a decode node takes it, and what it is for `inbound` and for the engine.
 
 Routers check what clients write; a node still lets nothing in that would break its engine for everybody.
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from decant_proto.v1 import node_pb2
 
+from decode_node.inbound import Facts
+from engine.config import EngineConfig
 from engine.port import Mode, RequestKey, Submit
+from engine.request import finish_rules
 from foundation.ids import AttemptId, RequestId
 from node.wire import sampling_from_wire, unsound_sampling
 
@@ -37,6 +40,18 @@ def refused_submission(message: node_pb2.Submit, prompt: tuple[int, ...], vocabu
     if sampling.HasField("prompt_logprobs") and message.prefill_choices:
         return "invalid_sampling"  # what another node has computed says nothing of the prompt's own tokens
     return None if unsound_sampling(sampling, vocabulary_size) is None else "invalid_sampling"
+
+
+def facts_of(message: node_pb2.Submit, prompt: tuple[int, ...], config: EngineConfig) -> Facts:
+    """`prompt`: the message's token ids."""
+    return Facts(
+        settled_length=len(message.settled_token_ids),
+        prefill_choices=len(message.prefill_choices),
+        block_size=config.block_size,
+        rules=finish_rules(len(prompt), sampling_from_wire(message.sampling), config),
+        local_reason=message.local_reason or "no_prefill_node",
+        forks=bool(message.fork_of),
+    )
 
 
 def start_engine_request(key: RequestKey, message: node_pb2.Submit, prompt: tuple[int, ...], await_kv: bool) -> Submit:

@@ -5,9 +5,9 @@
 
 On the wire a parcel is [layer, 2 (K, V), position, head, dim]; in the pool positions lie in blocks and heads before or behind
 them. A thread block takes a run of positions of one layer and side: contiguous on the wire, and as long a run in the pool.
-Copies run on whatever stream is current, on at most `programs` thread blocks, so that the engine's steps beside them keep
-theirs. A scatter stores what it hashes before the host has compared: the blocks belong to the transfer until it commits, so
-nobody reads what a refused parcel left there.
+Copies run on whatever stream is current, or where `device_launches` launches them, on at most `programs` thread blocks, so that
+the engine's steps beside them keep theirs. A scatter stores what it hashes before the host has compared: the blocks belong to the
+transfer until it commits, so nobody reads what a refused parcel left there.
 
 A kernel is compiled for a pool and a number of heads alone, so that no shape of a request adds one, and is launched by addresses:
 bound as Triton binds arguments, a parcel cost the host 65 microseconds, four times what it costs the GPU.

@@ -211,8 +211,9 @@ def _gathered(turn: PrefillTurn, event: Gathered) -> None:
     slot = turn.sending.slots[event.slot]
     transfer = turn.transfers[slot.transfer]
     doubled = turn.sending.sends(slot.session, slot.credit)
-    if transfer.state is PrefillState.SENDING and not event.refusal and not doubled:
-        turn.sending = turn.sending.take(event.slot, SendingStep.SEND)
+    sound = transfer.state is PrefillState.SENDING and not event.refusal and not doubled
+    turn.sending = turn.sending.take(event.slot, SendingStep.SEND if sound else SendingStep.DROP)
+    if sound:
         credit = transfer.credits[slot.parcel_index]
         assert transfer.nonce is not None
         turn.out.add(
@@ -224,10 +225,7 @@ def _gathered(turn: PrefillTurn, event: Gathered) -> None:
                 digests=transfer.digests.put(slot.parcel_index, event.digest),
             )
         )
-        turn.pump()
-        return
-    turn.sending = turn.sending.take(event.slot, SendingStep.DROP)
-    if transfer.state is not PrefillState.SENDING:
+    elif transfer.state is not PrefillState.SENDING:
         turn.settle(transfer)
     elif doubled:
         turn.end(transfer, BadCredits, "bad_credits", failed=True)

@@ -196,7 +196,7 @@ class Transport(Protocol):
         permission. Each number is accepted once."""
 
     async def dial(self, address: str, session: int, lost: LostCallback, deadline_s: float) -> DataSession:
-        """D: connect to P's data address and say which session this is. Raises TransportError (`unreachable`,
+        """D: connect to P's data address and say which session this is. Raises TransportError (`bad_address`, `unreachable`,
         `not_expected`, `dial_timeout`, `garbage`; `closed` when this transport is closed meanwhile)."""
 
     async def close(self) -> None:

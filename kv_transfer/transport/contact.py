@@ -6,7 +6,7 @@ sends from and receives into.
 UCX takes the address of a worker as it is: one that is cut off or damaged ends this process, by an assertion or by what lies
 behind it in memory.
 
-Must not know: ucxx, CUDA, sessions.
+Must not know: libucx, CUDA, sessions.
 """
 
 from __future__ import annotations

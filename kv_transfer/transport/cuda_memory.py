@@ -5,7 +5,7 @@ it cannot export at all, so that messages go through host memory without a word.
 
 A thread that lets UCX touch GPU memory must have the device's primary context, which torch uses, too.
 
-Must not know: torch, ucxx, slots, parcels.
+Must not know: torch, libucx, slots, parcels.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ kept here, and passes everything else on.
 Invariant: what is kept is mapped; it is dropped before it is unmapped, behind the session's fence, when UCX reads it no more.
 One GPU a process: a handle has one address.
 
-Must not know: ucxx, sessions.
+Must not know: libucx, sessions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-from foundation.log import get_logger
-from foundation.native_library import native_library
-
-log = get_logger()
+from foundation.native_library import native_calls
 
 SOURCE = Path(__file__).with_name("peer_mappings.c")
 
@@ -54,14 +51,10 @@ class PeerMappings:
 
 @cache
 def peer_mappings() -> PeerMappings | None:
-    """This process's; to be called before UCX is loaded. None where it cannot be compiled: then all goes to the driver, and each
-    message that is read from a peer's GPU waits until this one is idle. None as well where no driver is."""
+    """This process's; to be called before UCX is loaded. None where no driver is. Raises SetupError."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    library = native_library(SOURCE, ("-O2",), ("-lpthread",), ctypes.RTLD_GLOBAL)
-    if library is None:
-        log.warning("messages wait for this GPU", because="no C compiler, or no cache folder to load its work from")
-        return None
+    library, _ = native_calls(SOURCE, "transfers of a GPU's KV", ("-O2",), mode=ctypes.RTLD_GLOBAL)
     return PeerMappings(library, driver)

@@ -10,7 +10,7 @@ the peer dies, however it dies, while UCX notices late over shared memory and ne
     D -> P   magic (8) | session u64 | greeting tag u64 | length u32 | contact
     P -> D   verdict u8 (1: welcome, 0: not expected) | length u32 | contact
 
-Must not know: ucxx, tags, lanes.
+Must not know: libucx, tags, lanes.
 """
 
 from __future__ import annotations

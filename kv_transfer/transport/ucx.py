@@ -104,7 +104,7 @@ class UcxSession:
         self._fence: asyncio.Future[Fenced] = self._loop.create_future()
         self._closing: asyncio.Task[CloseOutcome] | None = None
         self._watch = self._loop.create_task(self._watch_lifeline())
-        endpoint.failed.add_done_callback(lambda _: self._lose("endpoint_failed"))
+        endpoint.on_failure(partial(self._lose, "endpoint_failed"))
 
     @property
     def over(self) -> bool:
@@ -160,13 +160,17 @@ class UcxSession:
     def _received(self, tag: Tag, status: int) -> None:
         operation = self._receives.pop(tag)
         outcome = _receive_outcome(tag, status, operation.withdrawn)
-        if isinstance(outcome, ReceiveFailed) and outcome.reason != "message_truncated" and not self.lane.fences:
-            self._late.add(tag)
+        if isinstance(outcome, ReceiveFailed) and outcome.reason != "message_truncated":
+            self._lose("endpoint_failed")
+            if not self.lane.fences:
+                self._late.add(tag)
         self._settle()
         operation.done(outcome)
 
     def _was_sent(self, tag: Tag, status: int) -> None:
         operation = self._sends.pop(tag)
+        if status != OK:
+            self._lose("endpoint_failed")
         self._settle()
         operation.done(Sent(tag) if status == OK else SendFailed(tag, status_name(status)))
 

@@ -47,8 +47,8 @@ def ucx_environment(
         "UCX_KEEPALIVE_INTERVAL": "500ms",
         "UCX_TCP_KEEPIDLE": "1s",
         "UCX_TCP_KEEPINTVL": "1s",
-        # A connection that waits (a firewall, a node cut off at that moment) holds up UCX's progress, and with it the event loop,
-        # for as long as the kernel tries: two minutes. One that fails while it waits is never closed: a descriptor each time.
+        # A connection that waits (a firewall, a node cut off at that moment) holds up UCX's thread, and with it all sessions, for
+        # as long as the kernel tries: two minutes. One that fails while it waits is never closed: a descriptor each time.
         "UCX_TCP_CONN_NB": "y",
         # Default segments make TCP two to six times slower.
         "UCX_TCP_TX_SEG_SIZE": "1M",

@@ -49,7 +49,7 @@ struct worker {
     ucp_address_t *address;
     size_t address_length;
     int polls, stopped, event_fd;
-    void (*enter)(void *);
+    int (*enter)(void *);
     void *enter_argument;
     ucs_status_t status; /* of the start */
     sem_t started;
@@ -68,6 +68,8 @@ struct operation {
     struct endpoint *endpoint;
     uint64_t number;
     void *request;
+    int over; /* before `request` is known */
+    ucs_status_t status;
     struct operation **link, *next;
 };
 
@@ -151,22 +153,34 @@ static void end(struct operation *operation, ucs_status_t status)
     forget_if_over(endpoint);
 }
 
+/* Not every UCX waits with its call until the function that began the operation has returned: then `note` ends it. */
+static void ended(void *request, ucs_status_t status, struct operation *operation)
+{
+    if (operation->request != NULL)
+        end(operation, status);
+    else {
+        operation->over = 1;
+        operation->status = status;
+    }
+    ucp_request_free(request);
+}
+
 static void sent(void *request, ucs_status_t status, void *operation)
 {
-    end(operation, status);
-    ucp_request_free(request);
+    ended(request, status, operation);
 }
 
 static void received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *operation)
 {
-    end(operation, status);
-    ucp_request_free(request);
+    ended(request, status, operation);
 }
 
 /* `request`: what UCX answered. NULL is done, without a call. */
 static void note(struct operation *operation, ucs_status_ptr_t request)
 {
-    if (UCS_PTR_IS_PTR(request))
+    if (operation->over)
+        end(operation, operation->status);
+    else if (UCS_PTR_IS_PTR(request))
         operation->request = request;
     else
         end(operation, UCS_PTR_STATUS(request));
@@ -415,9 +429,7 @@ static void *run(void *argument)
 {
     struct worker *w = argument;
     pthread_setname_np(pthread_self(), "ucx-worker");
-    if (w->enter != NULL)
-        w->enter(w->enter_argument);
-    w->status = start(w);
+    w->status = w->enter != NULL && w->enter(w->enter_argument) ? UCS_ERR_NO_DEVICE : start(w);
     int runs = w->status == UCS_OK;
     sem_post(&w->started);
     if (!runs)
@@ -448,8 +460,9 @@ static void release(struct worker *w)
     free(w);
 }
 
-/* `enter(enter_argument)` is the first that the thread does. NULL: `status` says why. Waits until UCX has started. */
-struct worker *ucx_worker_open(int polls, void (*enter)(void *), void *enter_argument, int *status)
+/* `enter(enter_argument)` is the first that the thread does; not 0 is a failure. NULL: `status` says why. Waits until UCX has
+   started. */
+struct worker *ucx_worker_open(int polls, int (*enter)(void *), void *enter_argument, int *status)
 {
     struct worker *w = must(calloc(1, sizeof *w));
     w->polls = polls;

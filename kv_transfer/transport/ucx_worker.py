@@ -81,12 +81,25 @@ class UcxEndpoint:
     """The way to one peer's worker. Nothing may be asked of it once `destroy` or `abandon` has been called: what it was lies in
     memory that is given back as soon as the last operation has ended, which is told later."""
 
-    def __init__(self, worker: UcxWorker, handle: int, number: int, failed: asyncio.Future[None]) -> None:
-        """`failed` is done when it has failed, unless it is destroyed before."""
-        self.failed = failed
+    def __init__(self, worker: UcxWorker, handle: int, number: int) -> None:
+        self._failed = False
+        self._failure_heard: Callable[[], None] | None = None
         self._worker = worker
         self._standing: int | None = handle
         self._number = number
+
+    def on_failure(self, heard: Callable[[], None]) -> None:
+        """`heard` is called when it fails, unless it is destroyed before, and ahead of what its operations are told for that
+        reason; soon, if it has failed already."""
+        self._failure_heard = heard
+        if self._failed:
+            self._worker.soon(heard)
+
+    def fail(self) -> None:
+        """UCX says so, to the worker."""
+        self._failed = True
+        if self._failure_heard is not None:
+            self._failure_heard()
 
     def send(self, tag: int, buffer: Bytes, done: Done) -> int:
         """The operation's number. `buffer` is kept until `done`."""
@@ -136,8 +149,8 @@ class UcxWorker:
         self._numbers = count(1)
         self._open: dict[int, tuple[Ended, Bytes | None]] = {}
         """Who hears of an order's end, and the memory that UCX has until then."""
-        self._failed: dict[int, asyncio.Future[None]] = {}
-        """Of endpoints, by their numbers."""
+        self._endpoints: dict[int, UcxEndpoint] = {}
+        """Endpoints that have not failed, by their numbers."""
         self._outcomes = (_Outcome * _AT_ONCE)()
         status = ctypes.c_int()
         entering = (None, None) if device is None else device.entering()
@@ -160,25 +173,32 @@ class UcxWorker:
         made: asyncio.Future[UcxEndpoint] = self._loop.create_future()
 
         def ended(status: int, handle: int) -> None:
-            failed = self._failed[number] = self._loop.create_future()
-            endpoint = UcxEndpoint(self, handle, number, failed)
             if status != OK:
-                del self._failed[number]
                 if not made.done():
                     made.set_exception(
                         TransportError("unreachable", f"no UCX lane to this peer: {status_name(status)}")
                     )
-            elif made.done():
+                return
+            endpoint = self._endpoints[number] = UcxEndpoint(self, handle, number)
+            if made.done():
                 endpoint.abandon()
             else:
                 made.set_result(endpoint)
 
         number = self.order(_CONNECT, None, buffer=peer_address, length=len(peer_address), ended=ended)
-        return await made
+        try:
+            return await made
+        except asyncio.CancelledError:
+            if not made.cancelled() and made.exception() is None:  # it came just before
+                made.result().abandon()
+            raise
+
+    def soon(self, call: Callable[[], None]) -> None:
+        self._loop.call_soon(call)
 
     def forget(self, endpoint: int) -> None:
         """That it fails is no news any more."""
-        self._failed.pop(endpoint, None)
+        self._endpoints.pop(endpoint, None)
 
     def message(self, kind: int, endpoint: int, tag: int, buffer: Bytes, done: Done) -> int:
         address = _address_of(buffer)
@@ -243,8 +263,8 @@ class UcxWorker:
                 ended, _ = self._open.pop(number, (None, None))
                 if ended is not None:
                     ended(status, value)
-                elif failed := self._failed.pop(number, None):
-                    failed.set_result(None)
+                elif endpoint := self._endpoints.pop(number, None):
+                    endpoint.fail()
         finally:
             if outcomes:
                 self._loop.call_soon(self._tell, outcomes)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from foundation import native_library
 from foundation.errors import SetupError
 from kv_transfer.transport import ucx_worker
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.ucx_environment import ucx_environment
-from kv_transfer.transport.ucx_worker import CANCELED, OK, UcxEndpoint, UcxWorker
+from kv_transfer.transport.ucx_worker import CANCELED, MESSAGE_TRUNCATED, OK, UcxEndpoint, UcxWorker
 
 pytestmark = pytest.mark.sockets
 
@@ -40,13 +42,41 @@ async def main() -> None:
 
 asyncio.run(main())
 """
+ENDS_WITHIN = """
+#define _GNU_SOURCE
+#include <ucp/api/ucp.h>
+
+static ucs_status_ptr_t receive(ucp_worker_h, void *, size_t, ucp_tag_t, ucp_tag_t, const ucp_request_param_t *);
+#define ucp_tag_recv_nbx receive
+#include "%s"
+#undef ucp_tag_recv_nbx
+
+/* What is allocated behind each call lies where an operation was that the call has given back. */
+static struct operation *behind, untouched;
+
+static ucs_status_ptr_t receive(
+    ucp_worker_h worker, void *buffer, size_t length, ucp_tag_t tag, ucp_tag_t mask, const ucp_request_param_t *param)
+{
+    if (behind && memcmp(behind, &untouched, sizeof untouched))
+        abort();
+    ucp_request_param_t within = *param;
+    within.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+    ucs_status_ptr_t request = ucp_tag_recv_nbx(worker, buffer, length, tag, mask, &within);
+    behind = memset(malloc(sizeof untouched), 0, sizeof untouched);
+    return request;
+}
+"""
 Pair = tuple[UcxWorker, UcxWorker]
 
 
 @pytest.fixture
-async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+def _lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ucx_environment("sm,self,tcp").items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+async def pair(_lanes: None) -> AsyncIterator[Pair]:
     workers = UcxWorker(), UcxWorker()
     yield workers
     for worker in workers:
@@ -106,15 +136,28 @@ async def test_messages_meet_the_receives_of_their_tag_alone(pair: Pair) -> None
     await back.destroy()
 
 
-async def test_an_endpoint_that_nobody_waits_for_any_more_is_destroyed(pair: Pair) -> None:
+@pytest.mark.parametrize("has_come", [False, True])
+async def test_an_endpoint_that_nobody_waits_for_any_more_is_destroyed(
+    has_come: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, there = pair
     making = asyncio.create_task(here.endpoint(there.address))
     await asyncio.sleep(0)
-    making.cancel()
+    tell = here._tell
+
+    def tell_and_cancel(outcomes: deque[tuple[int, int, int]]) -> None:
+        tell(outcomes)
+        making.cancel()
+
+    if has_come:
+        monkeypatch.setattr(here, "_tell", tell_and_cancel)
+    else:
+        making.cancel()
     with pytest.raises(asyncio.CancelledError):
         await making
     endpoint = await here.endpoint(there.address)  # what comes later is done later
     await endpoint.destroy()
+    assert not here._endpoints
 
 
 async def test_nothing_is_asked_of_an_endpoint_that_is_destroyed(pair: Pair) -> None:
@@ -155,6 +198,42 @@ async def test_what_an_endpoint_says_of_itself_is_given_back_also_when_nobody_wa
     assert [text.startswith("#") for text in read] == [True]
 
 
+@pytest.mark.usefixtures("_lanes")
+async def test_a_receive_may_end_within_the_call_that_posts_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As with UCX of some systems: one that ends so is told once, and nothing of it is touched any more."""
+    source = tmp_path / "ucx_worker.c"
+    source.write_text(ENDS_WITHIN % ucx_worker.SOURCE)
+    monkeypatch.setattr(ucx_worker, "SOURCE", source)
+    ucx_worker._libraries.cache_clear()
+    worker = UcxWorker()
+    ucx_worker._libraries.cache_clear()
+    endpoint = await worker.endpoint(worker.address)
+    sizes = [0, 8, 5000, 1 << 20] * 20
+    outcomes: list[list[int]] = [[] for _ in sizes]
+    sent: list[int] = []
+    for tag, size in enumerate(sizes):
+        endpoint.send(tag, np.ones(size, np.uint8), sent.append)
+    endpoint.send(1000, np.zeros(8, np.uint8), sent.append)
+    async with asyncio.timeout(10):
+        while not await worker.drop_unexpected(1000, -1):  # all others have come before it
+            pass
+        for tag, told in enumerate(outcomes):
+            endpoint.receive(tag, np.zeros(4, np.uint8), told.append)
+        while not all(outcomes):
+            await asyncio.sleep(0)
+    await endpoint.destroy()
+    await worker.close()
+    assert outcomes == [[OK if size == 0 else MESSAGE_TRUNCATED] for size in sizes]
+
+
+@pytest.mark.usefixtures("_lanes")
+async def test_a_gpu_that_cannot_be_entered_is_an_error() -> None:
+    refuse = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda context: 700)
+    device = SimpleNamespace(entering=lambda: (ctypes.cast(refuse, ctypes.c_void_p), None))
+    with pytest.raises(TransportError, match=r"ucx_unavailable: .*no_device"):
+        UcxWorker(device)  # type: ignore[arg-type]
+
+
 async def test_all_that_an_endpoint_has_open_ends_with_it(pair: Pair) -> None:
     """Short and long, of both kinds, some of them matched."""
     here, there = pair
@@ -193,9 +272,8 @@ async def test_orders_wake_a_thread_that_is_just_falling_asleep(pair: Pair) -> N
     await back.destroy()
 
 
-async def test_a_closed_worker_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ucx_environment("sm,self,tcp").items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("_lanes")
+async def test_a_closed_worker_has_no_thread() -> None:
     first = UcxWorker()
     await first.close()
     before = threads()
@@ -223,7 +301,7 @@ async def test_a_lane_that_ucx_does_not_have_is_an_error(monkeypatch: pytest.Mon
 
 
 async def test_without_a_compiler_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_library, "native_library", lambda *arguments: None)
+    monkeypatch.setenv("CC", "no-such-compiler")
     ucx_worker._libraries.cache_clear()
     with pytest.raises(SetupError, match=r"transfers need a C compiler .*gcc.*DECANT_CACHE"):
         UcxWorker()

@@ -143,7 +143,6 @@ def _data_port(raw: bytes) -> bool:
     return _loop().run_until_complete(call())
 
 
-@cache
 def _contact(raw: bytes) -> bool:
     try:
         contact = read_contact(raw)
@@ -156,6 +155,7 @@ def _contact(raw: bytes) -> bool:
 _CONTACT = Contact(bytes(range(1, 200)), (bytes([7]) * HANDLE_BYTES,)).to_bytes()
 
 
+@cache
 def _loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 

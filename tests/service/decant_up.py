@@ -102,7 +102,8 @@ def _free_places() -> tuple[int, int, int]:
     """A node index whose six ports are free, and two free ports for the router."""
     for _ in range(100):
         index = random.randrange(1500, 2500)
-        if all(is_free(7100 + 10 * i + k) for i in (index, index + 1) for k in range(3)):
-            http, grpc = free_ports(2)
+        places = {7100 + 10 * i + k for i in (index, index + 1) for k in range(3)}
+        http, grpc = free_ports(2)
+        if places.isdisjoint((http, grpc)) and all(map(is_free, places)):
             return index, http, grpc
     raise RuntimeError("no node index with six free ports was found")

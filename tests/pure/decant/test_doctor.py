@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from decant.doctor import Grade, exposure, lane_finding, model_problem, transports_of
+from decant.doctor import Finding, Grade, _lanes, exposure, lane_finding, model_problem, transports_of
 from decant.local_cluster import read_request
+from kv_transfer.transport import ucx_worker
+from kv_transfer.transport.base import TransportError
 
 UCX_LISTING = """
 #      resource 0  :  md 0  dev 0  flags -- self/memory
@@ -31,6 +34,23 @@ def test_tcp_alone_is_said_to_be_no_rdma_and_where_to_read_on() -> None:
 def test_verbs_are_named_and_no_lane_at_all_fails() -> None:
     assert lane_finding({"tcp", "rc_mlx5"}).text == "rc_mlx5 (RDMA) between machines"
     assert lane_finding({"self", "posix"}).grade is Grade.FAILS
+
+
+@pytest.mark.parametrize("lacking", ["kv_transfer.transport.base", "libucx"])
+def test_where_only_a_router_is_installed_lanes_are_a_finding(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ucx_worker._libraries.cache_clear()
+    monkeypatch.setitem(sys.modules, lacking, None)
+    [finding] = _lanes()
+    assert finding == Finding(Grade.FAILS, "ucx", f"cannot be used: import of {lacking} halted; None in sys.modules")
+
+
+def test_where_ucx_does_not_start_lanes_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def described() -> str:
+        raise TransportError("ucx_unavailable", "UCX does not start")
+
+    monkeypatch.setattr(ucx_worker, "transports_described", described)
+    [finding] = _lanes()
+    assert finding == Finding(Grade.FAILS, "ucx", "cannot be used: ucx_unavailable: UCX does not start")
 
 
 def test_a_folder_without_weights_or_tokenizer_is_told_what_it_lacks(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""C sources compiled on the machine that runs them: what is kept serves again, and where nothing can be had there is None."""
+"""C sources compiled on the machine that runs them: what is kept serves again, and where nothing can be had there is None, or an
+error that says why."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from foundation.native_library import native_library
+from foundation.errors import SetupError
+from foundation.native_library import _compiler, native_calls, native_library
 
 
 @pytest.fixture
@@ -52,3 +54,22 @@ def test_where_nothing_can_be_kept_it_is_none(source: Path, tmp_path: Path, monk
     monkeypatch.delenv("DECANT_CACHE")
     monkeypatch.setattr(Path, "home", homeless)
     assert native_library(source, ("-DANSWER=1",)) is None
+
+
+def test_a_compiler_may_be_named_with_options_of_its_own(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", " ".join([*_compiler(), "-DANSWER=7"]))
+    library = native_library(source)
+    assert library is not None
+    assert library.answer() == 7
+
+
+@pytest.mark.parametrize(
+    ("compiler", "hindrance"),
+    [("", "ANSWER"), ("no-such-compiler", "No such file or directory: 'no-such-compiler'")],
+)
+def test_what_cannot_be_done_without_says_what_hinders_it(
+    compiler: str, hindrance: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(SetupError, match=f"answers need a C compiler .*DECANT_CACHE.*{hindrance}"):
+        native_calls(source, "answers")
