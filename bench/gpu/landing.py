@@ -1,8 +1,8 @@
 """What KV that lands or leaves costs the engine's own steps, inside one process: the GPU's price alone, without a transport.
 
-A thread does what the copier's thread does on a stream of the same low priority: it has a slot filled (from pinned host memory,
+A thread does what a node's threads of C do, on a stream of the same low priority: it has a slot filled (from pinned host memory,
 as a network card would write it, or read from another GPU, as UCX does on one host) and scatters it; or it gathers into slots. It
-keeps to the given rate.
+keeps to the given rate. It is a thread of Python, so it wants the interpreter too, which a node's do not.
 
 Must not know: sessions, sockets.
 """
