@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
+import numpy as np
 import pytest
 
-from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.base import ReceiveFailed, Tag, TransportError
 from kv_transfer.transport.contact import Contact
 from kv_transfer.transport.rendezvous import read_call, welcome
 from kv_transfer.transport.ucx import UcxSession, UcxTransport
 from kv_transfer.transport.ucx_environment import ucx_environment
+from kv_transfer.transport.ucx_worker import CANCELED
 
 pytestmark = pytest.mark.sockets
 
 SOON_S = 10.0
 """On a machine that keeps processes waiting: far less than a dial may take."""
 DIAL_LIMIT_S = 60.0
+TAG = Tag(0xABC)
+CONNECTION_RESET = -25
 
 
 @pytest.fixture(params=["tcp", "sm,self,tcp"])
@@ -86,3 +91,22 @@ async def test_f17_a_contact_that_is_cut_off_never_reaches_ucx(part: slice) -> N
         with pytest.raises(TransportError, match="garbage"):
             await near.dial(address, 7, ignore, DIAL_LIMIT_S)
     await near.close()
+
+
+@pytest.mark.usefixtures("_lanes")
+@pytest.mark.parametrize("endpoint_says_so", [True, False])
+async def test_f31_a_session_says_that_its_endpoint_has_failed_before_what_that_ended(endpoint_says_so: bool) -> None:
+    """Otherwise a transfer would be named after whichever receive ended first."""
+    near, far = UcxTransport(), UcxTransport()
+    told: list[object] = []
+    arriving = far.expect(7, ignore)
+    session = await near.dial(await far.listen("127.0.0.1", 0), 7, told.append, DIAL_LIMIT_S)
+    await arriving
+    assert isinstance(session, UcxSession)
+    session.post_receive(TAG, np.zeros(8, np.uint8), told.append)
+    failure = [(session._endpoint._number, CONNECTION_RESET, 0)] if endpoint_says_so else []
+    near.worker._tell(deque([*failure, (session._receives[TAG].number, CANCELED, 0)]))
+    assert told == ["endpoint_failed", ReceiveFailed(TAG, "canceled")]
+    await near.close()
+    await far.close()
+    assert len(told) == 2
