@@ -219,12 +219,8 @@ def _gathered(turn: PrefillTurn, event: Gathered) -> None:
         turn.out.add(
             SendParcel(transfer.peer, transfer.session, transfer.nonce, credit.number, event.slot, credit.length)
         )
-        turn.seal(
-            replace(
-                transfer.take(ParcelGathered),
-                digests=transfer.digests.put(slot.parcel_index, event.digest),
-            )
-        )
+        digests = transfer.digests.put(slot.parcel_index, event.digest)
+        turn.seal(replace(transfer.take(ParcelGathered), digests=digests))
     elif transfer.state is not PrefillState.SENDING:
         turn.settle(transfer)
     elif doubled:
